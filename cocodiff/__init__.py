@@ -21,6 +21,7 @@ __all__ = ["Config", "PeerLost", "UserError", "parallelize", "restore", "verify"
 __version__ = "0.1.0"
 
 
+# The modules of the functions that are imported at their first use.
 WHERE = {
     "parallelize": "cocodiff.engine.engine",
     "restore": "cocodiff.jobs.arrays",
@@ -29,7 +30,7 @@ WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Functions, when they are asked for: torch takes seconds to import; Config does not need it."""
+    """Import a function at its first use: torch takes seconds to import, and Config does not need it."""
     if name not in WHERE:
         raise AttributeError(f"module cocodiff has no attribute {name}")
     return getattr(import_module(WHERE[name]), name)

@@ -17,7 +17,7 @@ missing = ((z - 12) / 4) ** 2 + ((y - 32) / 10) ** 2 + ((x - 30) / 8) ** 2 < 1
 volume[missing] = 0
 
 # %% Four restorations of each slice, on two ranks of this host.
-steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else "auto"
 restored = cocodiff.restore(volume, missing, samples=4, ranks=2, steps=steps, device="cpu")
 print(restored.verdict)
 

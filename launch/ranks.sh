@@ -155,6 +155,7 @@ start_ranks() {
     case $LAUNCHER in
         pals)
             export COCODIFF_RANKS=$ranks # cocodiff: PALS tells a rank how many there are on its node alone
+            export MPIEXEC_FLAGS="${MPIEXEC_FLAGS:-}" # doctor starts jobs of its own
             run mpiexec --pmi=pmix --envall --line-buffer -n "$ranks" --ppn "$RANKS_PER_NODE" --hostfile "$HOSTFILE" \
                 ${bind[@]+"${bind[@]}"} ${more[@]+"${more[@]}"} "$VENV/bin/cocodiff" "$@"
             ;;

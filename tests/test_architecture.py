@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ ROOMS = [
     *(*(f"cocodiff_eval.{room}" for room in OF_HARNESS), "cocodiff_eval.__init__"),
     *("cocodiff_bench", "cocodiff_studies"),
 ]
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 TOPS = {
     "cocodiff": ROOT,
     "cocodiff_bench": ROOT / "eval",
@@ -145,7 +147,7 @@ def test_an_exact_run_imports_the_library_alone():
     rooms = (*(f"cocodiff.{room}" for room in outer), "cocodiff_eval", "cocodiff_bench", "cocodiff_studies")
     assert [name for name in imported if any(covers(room, name) for room in rooms)] == []
     assert "cocodiff.engine.engine" in imported
-    assert sum(len(files[name].read_text().splitlines()) for name in imported) <= 8500
+    assert sum(len(code_lines(files[name])) for name in imported) <= 5600
 
 
 LIBRARY = ("attention", "comm", "engine", "exchange", "models", "topology")
@@ -196,10 +198,49 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
         yield from ((str(path.relative_to(ROOT)), node) for node in ast.walk(syntax(path)) if isinstance(node, kinds))
 
 
+@cache
+def code_lines(path: Path) -> set[int]:
+    """The numbers of a file's lines of code. Docstrings, comments and blank lines are none: words may take room."""
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    with path.open() as file:
+        tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type not in no_code]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            lines -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    return lines
+
+
 def test_files_and_functions_are_short():
-    assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 500] == []
-    functions = nodes(ast.FunctionDef, ast.AsyncFunctionDef)
-    assert [(file, node.name) for file, node in functions if node.end_lineno - node.lineno >= 60] == []
+    assert [str(path) for path in SOURCES if len(code_lines(path)) > 500] == []
+    for path in SOURCES:
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                own = code_lines(path) & {*range(node.lineno, node.end_lineno + 1)}
+                assert len(own) <= 60, f"{path}: {node.name} has {len(own)} lines"
+
+
+# Rooms whose docstrings are not yet of this form, as in pyproject.toml, where ruff's rules are.
+NOT_YET = ("cocodiff.jobs", "cocodiff_eval")
+WITHOUT_SUBJECT = {
+    *("what", "of", "how", "whether", "where", "by", "as", "which", "who"),
+    *("that", "from", "those", "none", "so", "with", "in"),
+}
+FIELD = re.compile(r"(?:^|[.;] )[a-z_0-9]+: ")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SOURCES if not module_name(path).startswith(NOT_YET)], ids=module_name
+)
+def test_docstrings_have_a_subject_short_sentences_and_no_fields(path):
+    """A function's begins with a verb, by a rule of ruff's; all others with an article and a noun. A class explains
+    each field on its own line. A sentence has 36 words at most."""
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, DOCUMENTED):
+            text, name = " ".join((ast.get_docstring(node) or "").split()), getattr(node, "name", "the module")
+            assert re.split(r"\W", text.lstrip("`"), maxsplit=1)[0].lower() not in WITHOUT_SUBJECT, name
+            assert not isinstance(node, ast.ClassDef) or len(FIELD.findall(text)) < 2, name
+            assert max(len(sentence.split()) for sentence in re.split(r"(?<=[.;:])\s", text)) <= 36, name
 
 
 def test_no_module_globals_that_change():

@@ -80,6 +80,9 @@ def test_unknown_names_come_with_those_that_there_are(make: Any, name: str, valu
     assert [value for value in values.split() if value not in str(caught.value)] == []
 
 
+LOCAL = "name: x\ntiles: 1\nplanes: [0]\nbeliefs: "
+
+
 def test_a_machine_file_by_path(tmp_path: Path) -> None:
     path = tmp_path / "quad.yaml"
     path.write_text("name: quad\ntiles: 4\nplanes: [0, 1, 2, 3]\nlinks: {plane_gb_s: 7}\n")
@@ -96,6 +99,12 @@ def test_a_machine_file_by_path(tmp_path: Path) -> None:
         ("name: x\nplanes: [0, 1]\n", "machine.yaml.*tiles.*aurora.yaml for the keys"),
         ("name: x\ntiles: two\nplanes: [0, 1]\n", "aurora.yaml for the keys"),
         ("name: x\ntiles: 2\nplanes: 2\n", "aurora.yaml for the keys"),
+        (f"{LOCAL}{{latency_us: {{low: 5, high: 50, source: a page}}}}", "latency_us from 5 to 50.*0"),
+        (f"{LOCAL}{{nics_of: {{low: 5, high: 50, source: a page}}}}", "belief nics_of"),
+        (f"{LOCAL}{{latency_us: {{low: 0, high: 50, where: a page}}}}", "latency_us: unknown key where"),
+        (f"{LOCAL}[latency_us]", "aurora.yaml for the keys"),
+        ("name: x\ntiles: 1\nplanes: [0]\ndevice: {overlap_share: 2}", "overlap_share 2"),
+        ("name: x\ntiles: 1\nplanes: [0]\nlinks: {link_share: 0}", "link_share 0"),
     ],
 )
 def test_malformed_machine_files(tmp_path: Path, text: str, message: str) -> None:

@@ -153,9 +153,9 @@ def test_an_error_inside_leaves_the_model_as_it_was(size):
 
 
 def test_auto_is_off_where_it_does_not_pay():
-    """At the size of a test, by the table of two nodes: not one call goes in stages."""
+    """At the size of a test, by the table of a node: not one call goes in stages."""
     make, inputs_of = FAMILIES["sd3"]
-    model, inputs = make(24, layers=1), inputs_of(1, 6, 7, 5)
+    model, inputs = make(12, layers=1), inputs_of(1, 6, 7, 5)
 
     def work(transport: Any) -> None:
         found = []
@@ -166,7 +166,7 @@ def test_auto_is_off_where_it_does_not_pay():
                 found.append({(span.lane, span.name) for span in engine.trace.spans})
         assert found[0] == found[1] != found[2]
 
-    run_ranks(24, work)
+    run_ranks(12, work)
 
 
 def test_auto_needs_a_machine_that_was_measured():

@@ -69,9 +69,9 @@ def test_the_environment_is_made_once_and_the_size_is_said_first(checkout: Path)
     calls = record.read_text().splitlines()
     assert calls[0].endswith(" torch") and "--constraint" not in calls[0] and "-c .venv/constraints.txt" in calls[0]
     assert "torch==" in (checkout / ".venv/constraints.txt").read_text()
-    second = launch(checkout, "launch/demo", "--steps", "3")
-    assert second.stdout.startswith("cocodiff inpaint") and second.stdout.rstrip().endswith("--overwrite --steps 3")
-    assert "--steps 20" in first.stdout and "--steps 20" not in second.stdout
+    second = launch(checkout, "launch/demo", "--samples", "3")
+    assert second.stdout.startswith("cocodiff inpaint") and second.stdout.rstrip().endswith("--overwrite --samples 3")
+    assert "--samples 8" in first.stdout and "--samples 8" not in second.stdout
     assert record.read_text().splitlines() == calls
 
 

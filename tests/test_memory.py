@@ -274,12 +274,15 @@ def test_what_cannot_fit_is_refused_with_figures_and_blame(memory, blame):
     assert f"{memory} MiB are there" in text and blame in text and "\n" not in text
 
 
-def run_on(monkeypatch: pytest.MonkeyPatch, free: int | None, calls: int = 1, blocks: int = 1, **settings: Any) -> int:
-    """Runs V-Major on 3 ranks that have `free` bytes, in some `with` blocks; returns how often memory was asked for."""
+def run_on(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, calls: int = 1, blocks: int = 1, wider: int = 0, **settings: Any
+) -> int:
+    """Runs V-Major on 3 ranks that have `free` bytes, in some `with` blocks; returns how often memory was asked for.
+    wider: columns that each call has more than the one before."""
     asked: list[int] = []
     monkeypatch.setattr(automatic, "free_memory", lambda _device, ranks: asked.append(ranks) or free)
     make, inputs_of = FAMILIES["sd3"]
-    model, inputs = make(4), inputs_of(2, 6, 7, 5)
+    model, inputs = make(4), [inputs_of(2, 6, 7 + wider * call, 5) for call in range(calls)]
 
     def work(transport: Any) -> None:
         chosen = {"selection": "v_major", "steps": 4} | settings
@@ -287,8 +290,8 @@ def run_on(monkeypatch: pytest.MonkeyPatch, free: int | None, calls: int = 1, bl
         engine = parallelize(own, transport=transport, **chosen)
         for _ in range(blocks):
             with torch.no_grad(), engine:
-                for call in range(calls):
-                    engine.model(**inputs | {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.1 * call)})
+                for number, call in enumerate(inputs):
+                    engine.model(**call | {"timestep": torch.full_like(call["timestep"], 0.9 - 0.1 * number)})
 
     run_ranks(3, work)
     assert set(asked) <= {3}
@@ -347,8 +350,9 @@ def test_what_a_model_by_a_plan_keeps_has_to_be_free(name, settings, monkeypatch
                 run_ranks(3, run)
 
 
-def test_memory_is_asked_for_once_a_run_and_only_by_v_major(monkeypatch):
+def test_memory_is_asked_for_once_a_run_of_one_size_and_only_by_v_major(monkeypatch):
     assert run_on(monkeypatch, 2**40, calls=2, blocks=2) == 6  # by 3 ranks, each time that the engine is entered
+    assert run_on(monkeypatch, 2**40, calls=2, wider=1) == 6  # and for each size
     assert run_on(monkeypatch, None, calls=3) == 3
     assert run_on(monkeypatch, 0, calls=2, selection="full") == 0
 

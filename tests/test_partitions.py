@@ -18,8 +18,7 @@ from cocodiff.planner.case import Case, ModelShape, coded_layers
 from cocodiff.planner.choice import OUTPUT_CHANNELS, Division, choose, parts_of, with_weights_chosen
 from cocodiff.planner.layers import StepPlan, plan_step
 from cocodiff.planner.memory import block_parameters, fullest, size_run
-from cocodiff.planner.partitions import Partition, partitions_of
-from cocodiff.topology.axes import Axes
+from cocodiff.topology.axes import Axes, Partition, partitions_of
 
 AURORA = topology_of("aurora", 12)
 TOY = ModelShape("toy", heads=24, head_dim=64, joint_layers=2, parameters=10**6, text_tokens=24, branches=2)
@@ -75,6 +74,8 @@ def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outpu
     attention = 2 * 2 * 4 * (1008 + 24) * 24 * 64 * 2 * 5 // 6  # layers, branches, q k v o, rows, heads, D, bf16
     assert step.bytes == {"sibling": 0, "plane": attention, "cross_plane": 0, "node": 0}
     assert step.outputs == {"sibling": 12 * output, "plane": 0, "cross_plane": 0, "node": 0}
+    of_presets = Division(Partition(1, 2), [case, case]).output_bytes_per_image  # each of ten steps
+    assert of_presets == {link: 2 * 10 * count for link, count in step.outputs.items()}
     assert sum(step_of(case, 2, 2).outputs.values()) == 6 * output  # of one of two replicas
     split = case_of(preset="split", topology=topology_of("aurora", 24))  # a branch has a node
     nodes = [step_of(split, 1, guidance) for guidance in (1, 2)]

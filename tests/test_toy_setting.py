@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tifffile
-import torch
-import yaml
 from cocodiff_eval.cli.inpaint import OPTIONS
 from cocodiff_eval.harness.grid import Grid, read_grid
 from toys.setting import ToyConfig
@@ -67,14 +64,6 @@ def test_a_setting_is_swept() -> None:
     }
     with pytest.raises(UserError, match="zeal does nothing with order joint: add order: v_first"):
         grid(grid={"zeal": [2]})
-
-
-@pytest.mark.usefixtures("toy")
-def test_a_run_records_it(tmp_path: Path) -> None:
-    tifffile.imwrite(tmp_path / "scan.tif", torch.arange(48 * 48).reshape(48, 48).to(torch.uint8).numpy())
-    words = ["--steps", "1", "--no-exact", "--quiet", "--zeal", "3", "--out", str(tmp_path / "out")]
-    assert main(["inpaint", "--input", str(tmp_path / "scan.tif"), *words]) == 0
-    assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["zeal"] == 3
 
 
 @pytest.mark.parametrize(("name", "table"), [("exchange", EXCHANGES), ("order", ORDERS), ("selection", SELECTIONS)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tifffile
 import torch
+import yaml
 from worlds import topology_of
 
 from cocodiff.attention.strategy import LayerKey, LazyQKV
@@ -15,7 +16,7 @@ from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
-from cocodiff.config.registry import COSTS, ORDERS, SELECTIONS
+from cocodiff.config.registry import COSTS, ORDERS, RECORDS, SELECTIONS
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
@@ -131,10 +132,12 @@ def test_a_mesh_is_priced_by_coded_bytes() -> None:
 
 
 @pytest.mark.processes
-def test_both_run_from_the_command_line(tmp_path: Path) -> None:
-    """On forked ranks, which have the table as it is here."""
+def test_both_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On forked ranks, which have the table as it is here; with a setting of the tests' own, which is on record."""
+    monkeypatch.setitem(RECORDS, "engine", "toys.setting:ToyConfig")
     tifffile.imwrite(tmp_path / "scan.tif", torch.arange(48 * 48).reshape(48, 48).to(torch.uint8).numpy())
     words = ["--input", str(tmp_path / "scan.tif"), "--steps", "1", "--quiet", "--out", str(tmp_path / "out")]
-    assert main(["inpaint", *words, "--ranks", "2", "--selection", "half", "--order", "toy"]) == 0
+    assert main(["inpaint", *words, "--ranks", "2", "--selection", "half", "--order", "toy", "--zeal", "3"]) == 0
+    assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["zeal"] == 3
     (image,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     assert image["exact_compared"] and 60 < image["psnr_vs_exact_db"] < 200  # half precision, not the same bits

@@ -1,5 +1,5 @@
-"""Attention over all ranks' tokens, as a model's processors ask for it.
+"""The attention over all ranks' tokens, as a model's processors call it.
 
-Others use `strategy` (the interface: `LazyQKV`, `LayerKey`), `ulysses`, `ring` and `local` (which compute), and by the
-tables of the registry `arrival`, `v_major`, `residual` and `lossless` (what travels in tensors' places).
+Others use `strategy` (the interface: `LazyQKV`, `LayerKey`), `ulysses`, `ring` and `local` (which compute). The
+registry's tables name the codecs in `v_major`, `residual` and `lossless`, and displacement in `arrival`.
 """

@@ -1,12 +1,12 @@
-"""Which tensors attention waits for: displaced ones are replaced by what the last call of the layer left.
+"""The displacement of tensors: attention does not wait for them, and uses those of the layer's last call instead.
 
-`Displaced` goes around any codec: it keeps the newest value of every tensor, and receives before a layer's next call
-what the last one has sent and did not wait for. So what stands for a displaced tensor is the state of exactly one call
-before, and results depend on no timing. A codec may have a better operand to offer, see `ResidualCall`.
+`Displaced` wraps any codec. It keeps the newest value of every tensor. Before a layer's next call it receives what the
+last call has sent without waiting. So the operand for a displaced tensor is the state of exactly one call before, and
+results do not depend on timing. A codec may offer a better operand, see `ResidualCall`.
 
-With `arrival: adaptive` a tensor is displaced at a call if it is expected to change by less than tau: as at the call
-before, which all its senders saw, times how much farther the noise level moves now, and LAG times that where it is
-taken as it was.
+With `arrival: adaptive` a tensor is displaced at a call if it is expected to change by less than tau. The expected
+change is that of the call before, which all its senders measured, times the relative move of the noise level. It is
+also multiplied by LAG if the operand is the last value itself.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, T
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 
-SAMPLING = 16  # of so many rows one tells how tensors change that travel as they are
-# What is taken as it was lags behind everywhere: it costs as much as a continuation of what changes by so much more.
+SAMPLING = 16  # one of this number of rows is measured, for tensors that are sent as they are
+# An operand that is the last value costs as much as a continuation of a tensor that changes more by this factor.
 LAG = 1.5
-LATE = "late"  # what bytes are counted for that no call waits for
+LATE = "late"  # purpose that the bytes of displaced tensors are also counted for in the trace
 
 
 @dataclass
 class LayerArrivals(LayerState):
-    """changes: of the tensors that were measured at the last call, by how much they had changed since the one before,
-    relatively. late: what receives the tensors of the last call that it did not wait for; in_flight: their bytes until
-    then, at most, sent and received ones. last: of every tensor what was received last. sampled: of tensors that travel
-    as they are, the rows of the last call by which the change is measured."""
+    """The state of one layer and branch with displacement."""
 
+    # By tensor that was measured at the last call, its relative change since the call before.
     changes: Mapping[str, float] = field(default_factory=dict)
-    late: list[Callable[[], object]] = field(default_factory=list)
-    in_flight: int = 0
-    last: dict[str, Tensor] = field(default_factory=dict)
+    late: list[Callable[[], object]] = field(default_factory=list)  # receive displaced tensors of the last call
+    in_flight: int = 0  # most bytes of these messages, sent and received
+    last: dict[str, Tensor] = field(default_factory=dict)  # newest value of every tensor
+    # rows of the last call that changes are measured by, of tensors that are sent as they are
     sampled: dict[str, Tensor] = field(default_factory=dict)
 
     def begin_anew(self) -> None:
@@ -51,12 +50,17 @@ class LayerArrivals(LayerState):
         self.changes, self.sampled, self.last = {}, {}, {}
 
     def catch_up(self) -> None:
-        """Receives what the last call did not wait for."""
+        """Receive what the last call did not wait for."""
         late, self.late, self.in_flight = self.late, [], 0
         for receive in late:
             receive()
 
     def bytes_held(self, own_last: bool = True) -> int:
+        """Return the number of bytes that the state holds.
+
+        Args:
+            own_last: False if another codec owns the last values and counts them.
+        """
         held = [*self.sampled.values(), *(self.last.values() if own_last else ())]
         return sum(x.nbytes for x in held) + self.in_flight
 
@@ -67,18 +71,22 @@ class LayerArrivals(LayerState):
 
 
 class Displaced(StatefulCodec):
-    """Has calls go on without some of what they send, by another codec."""
+    """A codec that lets calls continue without some of what another codec sends."""
 
     layer_state = LayerArrivals
 
     def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
-        """settings: arrival, tau, fine_steps, and the inner codec's, see `Config`."""
+        """Wrap the codec of the setting `codec`.
+
+        Args:
+            settings: arrival, tau, fine_steps, and the inner codec's, see `Config`.
+        """
         super().__init__(settings, exchange, ranks, everyone)
         inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
         self.inner: Codec = inner(settings, exchange, ranks, everyone)
         if isinstance(self.inner, StatefulCodec):
             self.notes, self._report = self.inner.notes, self.inner._report
-        self.measures = settings.arrival == "adaptive"  # how tensors change
+        self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
         self.transfer = DisplacedTransfer
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
@@ -95,6 +103,7 @@ class Displaced(StatefulCodec):
         self.inner.begin_step(moment)
 
     def catch_up(self) -> None:
+        """Receive what the last calls of all layers did not wait for."""
         for state in self._layers.values():
             state.catch_up()
 
@@ -111,12 +120,12 @@ class Displaced(StatefulCodec):
         self.inner.end(drain)
 
     def bytes_held(self) -> int:
-        """Received values are the codec's own where that keeps something, and counted there."""
+        """Return the most bytes held between calls. Received values that the inner codec keeps are counted there."""
         own = not self.inner.keeps_state
         return self.inner.bytes_held() + sum(state.bytes_held(own) for state in self._layers.values())
 
     def displaced(self, state: LayerArrivals, inner: EncodedCall) -> frozenset[str]:
-        """The tensors that this call does not wait for: attention takes what the last call left."""
+        """Return the tensors that this call does not wait for."""
         if not state.follows or self.fine:
             return frozenset()
         if self.fixed_kind is not None:
@@ -130,20 +139,19 @@ class Displaced(StatefulCodec):
 
 
 class DisplacedCall(StatefulCall):
-    """displaced: the tensors in whose place operands are taken, once the call has begun. measured: where it is noted
-    how tensors change, if the codec does not do that itself."""
+    """An attention call with displaced tensors."""
 
     _codec: Displaced
     state: LayerArrivals
-    displaced: frozenset[str]
-    measured: Noted | None = None
+    displaced: frozenset[str]  # tensors that are replaced by operands; set by `begin`
+    measured: Noted | None = None  # notes of the measured changes; None if the inner codec measures, or nothing does
 
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
         self.inner = codec.inner.call(exchange, layout, layer_key)
 
     def begin(self, like_BLHD: Tensor) -> None:
-        """Decides what is displaced, alike on all ranks, and receives what the last call left."""
+        """Decide which tensors are displaced, the same ones on every rank, and receive what the last call left."""
         super().begin(like_BLHD)
         codec, state, inner = self._codec, self.state, self.inner
         inner.begin(like_BLHD)
@@ -154,12 +162,12 @@ class DisplacedCall(StatefulCall):
             inner.noted.takers.append(state.take_notes)
         if codec.measures and not inner.measures and state.follows:
             self.measured = self._notes.of_call(like_BLHD.device, state.take_notes)
-        if not isinstance(inner, StatefulCall):  # which notes itself how it goes
+        if not isinstance(inner, StatefulCall):  # a `StatefulCall` counts its calls itself
             codec.noted_step.add()
         codec.noted_step.displace(self.displaced, inner.share)
 
     def stand_in(self, name: str) -> Tensor:
-        """The operand that attention, or the model, goes on with in a displaced tensor's place."""
+        """Return the operand that is used instead of a displaced tensor."""
         return self.inner.operand(name, self.state.last[name])
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
@@ -176,11 +184,11 @@ class DisplacedCall(StatefulCall):
         return found
 
     def _measure(self, name: str, x_BTHD: Tensor, rows: slice) -> None:
-        """Notes by some of a tensor's rows how it has changed since the last call; `rows` of them are here."""
+        """Measure by some of a tensor's rows how much it has changed since the last call; `rows` of it are given."""
         if not self._codec.measures or self.inner.measures:
             return
         sampled = self.state.sampled
-        first = -rows.start % SAMPLING  # every so many of all rows, however many of them are here
+        first = -rows.start % SAMPLING  # sampled rows have fixed places in the whole tensor
         some_BNHD = x_BTHD[:, first::SAMPLING]
         if name not in sampled:
             B, _, H, D = x_BTHD.shape
@@ -196,14 +204,17 @@ class DisplacedCall(StatefulCall):
 
 
 class DisplacedTransfer(Transfer):
-    """Sends what attention waits for first. The rest is encoded at once, so that what its encoding notes is known to
-    the next call of the model however long the lane is behind, and only the code waits for its turn."""
+    """The messages of a call with displaced tensors. Those that attention waits for are sent first.
+
+    Displaced tensors are encoded at once, and only their codes wait for the lane. So the notes of their encoding are
+    complete before the next call of the model, even if the lane is behind.
+    """
 
     coded: DisplacedCall
 
     def __init__(self, exchange: Exchange, coded: DisplacedCall, layer: str = "") -> None:
         super().__init__(exchange, coded, layer)
-        self._late: dict[str, Tensor] = {}  # to be sent once nothing is left that attention waits for
+        self._late: dict[str, Tensor] = {}  # displaced tensors, to be sent after those that attention waits for
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
         super().open(tensors_BLHD)
@@ -227,11 +238,12 @@ class DisplacedTransfer(Transfer):
         return self.coded.stand_in(OUTPUT)
 
     def _operand(self, name: str, together: str) -> TensorFuture:
+        """Return a future that is already complete, with the operand of a displaced tensor."""
         x_BSGD = self.coded.stand_in(name)
-        return TensorFuture(together, lambda _chunk: x_BSGD)  # it is here, and so never comes in chunks
+        return TensorFuture(together, lambda _chunk: x_BSGD)  # it is present, and so not received in chunks
 
     def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
-        """Sends tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
+        """Send tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
         trace, state, layout, own = self.exchange.trace, self.coded.state, self.layout, self.exchange.rank
         # Tokens and heads of what this rank sends of a tensor, and of what it receives.
         cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
@@ -240,6 +252,7 @@ class DisplacedTransfer(Transfer):
         pending = self.exchange.submit(outgoing)
 
         def receive() -> None:
+            """Wait for the messages and decode them."""
             with trace.span(f"wait for {outgoing.label}", layer=outgoing.layer):
                 received = pending.wait().tensors
             outgoing.decode(received)

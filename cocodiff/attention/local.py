@@ -1,8 +1,6 @@
-"""Attention on one rank: to all keys, or to some of them, and what it takes to merge several such parts (StreamFusion,
-appendix C).
+"""The attention on one rank to all or some of the keys, and the merging of partial results (StreamFusion, appendix C).
 
-A part is its output together with the log of the sum of the exponentials of its scores: enough to weigh it against
-others.
+A partial result is its output and the log-sum-exp of its scores. These two are enough to weigh it against others.
 """
 
 from __future__ import annotations
@@ -25,34 +23,35 @@ if TYPE_CHECKING:
 
 
 class Partial(NamedTuple):
-    """Attention of some queries to some keys. lse_BLH: float32, -inf where no key was attended to (out is 0 there)."""
+    """The attention of some queries to some keys."""
 
-    out_BLHD: Tensor
-    lse_BLH: Tensor
+    out_BLHD: Tensor  # the output; 0 for queries without keys
+    lse_BLH: Tensor  # log-sum-exp of the scores, float32; -inf for queries without keys
 
 
 class Keys(NamedTuple):
-    """Keys and values that are attended to together, [B, S, H, D]; mask_B11S: bool, those that are, None for all."""
+    """The keys and values that are attended to together."""
 
-    k_BSHD: Tensor
-    v_BSHD: Tensor
-    mask_B11S: Tensor | None
+    k_BSHD: Tensor  # the keys
+    v_BSHD: Tensor  # the values
+    mask_B11S: Tensor | None  # bool: True for keys that are attended to; None for all
 
 
 class AttentionCall(NamedTuple):
-    """One attention call behind the exchange. layouts: of every Ulysses group. layer: its kind, for the trace."""
+    """An attention call after the exchange."""
 
     qkv: LazyQKV
-    layouts: Sequence[Layout]
-    layer: str = ""
+    layouts: Sequence[Layout]  # of every Ulysses group
+    layer: str = ""  # kind of layer, for the trace
 
     @property
     def rows(self) -> list[int]:
-        """Of every group."""
+        """The number of tokens of every Ulysses group."""
         return [sum(layout.rows) for layout in self.layouts]
 
     def mask(self, group: int) -> Tensor | None:
-        """Which keys of a group are attended to, in its layout's order of ranks: [B, 1, 1, S]; None for all."""
+        """Return the mask of a group's keys, in its layout's order of ranks: bool [B, 1, 1, S]; None if all are
+        attended to."""
         if not self.qkv.masks:
             return None
         layout, some_BT = self.layouts[group], next(iter(self.qkv.masks.values()))
@@ -69,27 +68,33 @@ class AttentionCall(NamedTuple):
 
 
 class LocalAttention:
-    """Attention with the heads that are here. Predictions and benchmarks put something else in its place.
+    """The attention with this rank's heads. Predictions and benchmarks replace it."""
 
-    in_chunks: True where the device's kernels were found wrong (`attention.trial`): matrix products stand in."""
-
+    # True to attend by matrix products, where `attention.trial` found the device's kernels wrong.
     in_chunks = False
 
     def whole(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
-        """Attention to all keys: [B, S, H, D]. mask_B11S: bool, the keys that are attended to."""
+        """Return attention to all keys, [B, S, H, D].
+
+        Args:
+            mask_B11S: bool, True for keys that are attended to; None for all.
+        """
         if self.in_chunks:
             return self.part(q_BSHD, k_BSHD, v_BSHD, mask_B11S).out_BLHD
         q_BHSD, k_BHSD, v_BHSD, mask_B11S = by_heads(q_BSHD, k_BSHD, v_BSHD, mask_B11S)
         return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
 
     def part(self, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
-        """Attention to these keys alone; its result is taken over."""
+        """Return attention to some of the keys. The caller may write to its tensors."""
         return partial_attention(q_BLHD, k_BSHD, v_BSHD, mask_B11S, self.in_chunks)
 
 
 def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As torch's kernels take them, [B, H, S, D]. A batch of queries may hold groups of heads one after the other, that
-    share keys, values and mask."""
+    """Return the tensors in the form that torch's kernels take, [B, H, S, D].
+
+    A batch of queries may be larger than that of keys: groups of heads, one after the other, that share keys, values
+    and mask.
+    """
     groups = len(q) // len(k)
     if groups > 1:
         k, v = k.repeat(groups, 1, 1, 1), v.repeat(groups, 1, 1, 1)
@@ -98,7 +103,7 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tens
 
 
 def parts_kernel(device: str, dtype: torch.dtype, masked: bool, in_chunks: bool) -> Found:
-    """Return a device's best kernel that tells the sums, or matrix products instead."""
+    """Return a device's best kernel that also gives the log-sum-exp, or matrix products if `in_chunks`."""
     from cocodiff.attention.sums import Found, attend_in_chunks, kernel_of
 
     known = attend_in_chunks if in_chunks else _KERNELS.get(device)
@@ -110,8 +115,12 @@ def parts_kernel(device: str, dtype: torch.dtype, masked: bool, in_chunks: bool)
 def partial_attention(
     q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None, in_chunks: bool = False
 ) -> Partial:
-    """Attention to these keys alone, by the device's best kernel that tells the sums; a batch row may have no keys.
-    in_chunks: by matrix products instead."""
+    """Return attention to some of the keys, by the device's best kernel. A batch entry may have no keys.
+
+    Args:
+        mask_B11S: bool, True for keys that are attended to; None for all.
+        in_chunks: True to attend by matrix products instead.
+    """
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
     q_BHLD, k_BHSD, v_BHSD, mask_B11S = by_heads(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
@@ -122,20 +131,23 @@ def partial_attention(
     out_BHLD, lse_BHL = found.kernel(q_BHLD, k_BHSD, v_BHSD, bias)
     out_BLHD, lse_BLH = out_BHLD.transpose(1, 2), lse_BHL.transpose(1, 2)
     if mask_B11S is not None:
-        empty_B = ~mask_B11S.flatten(1).any(1)  # kernels differ in what they say of a row without keys
+        empty_B = ~mask_B11S.flatten(1).any(1)  # kernels differ in their results for a row without keys
         out_BLHD = out_BLHD.masked_fill(empty_B[:, None, None, None], 0.0)
         lse_BLH = lse_BLH.masked_fill(empty_B[:, None, None], -math.inf)
     return Partial(out_BLHD, lse_BLH)
 
 
 def no_keys(q_BLHD: Tensor) -> Partial:
-    """The result of attention to nothing, in memory of its own: a start for merging."""
+    """Return the result of attention to no keys, in new memory: a start for merging."""
     shape = q_BLHD.shape
     return Partial(q_BLHD.new_zeros(shape), q_BLHD.new_full(shape[:3], -math.inf, dtype=torch.float32))
 
 
 def merged(kernels: Kernels, running: Partial | None, part: Partial) -> Partial:
-    """Attention to the keys of both: `running`, in float32, to which the part was added; without one the part alone."""
+    """Merge a partial result into `running`, in place and in float32, and return it.
+
+    If `running` is None, return the partial result in float32.
+    """
     lse_BLH = part.lse_BLH.contiguous()
     if running is None:
         return Partial(part.out_BLHD.float(), lse_BLH)
@@ -144,17 +156,19 @@ def merged(kernels: Kernels, running: Partial | None, part: Partial) -> Partial:
 
 
 def all_merged(kernels: Kernels, parts: Iterable[Partial]) -> Partial:
-    """Attention to the keys of all parts, of which there is one, in float32."""
+    """Merge one or more partial results, in float32, into that of attention to the keys of all."""
     found = iter(parts)
     return reduce(partial(merged, kernels), found, merged(kernels, None, next(found)))
 
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attend by torch's CPU kernel. Return the output and the log-sum-exp."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias)
     return out, lse
 
 
 def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attend by torch's CUDA kernels. Return the output and the log-sum-exp."""
     if bias is None and q.dtype in (torch.bfloat16, torch.float16):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
     if bias is not None:
@@ -164,7 +178,7 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 def _aligned(bias_B11S: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The bias expanded to every query, of rows whose stride is the multiple of eight that the kernel asks for."""
+    """Expand the bias to every query, with a row stride that is a multiple of eight, as the kernel requires."""
     B, H, L, _ = q.shape
     S = k.shape[2]
     padded = bias_B11S.new_zeros(len(bias_B11S), 1, 1, -(-S // 8) * 8)
@@ -172,5 +186,5 @@ def _aligned(bias_B11S: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return padded[..., :S].expand(B, H, L, S)
 
 
-# meta: sizes alone, as plans have them, which price it as the one kernel that it is on a device
+# meta: predictions have shapes only; they price this as the single kernel that it is on a device
 _KERNELS = {"cpu": _cpu_flash, "meta": _cpu_flash, "cuda": _cuda}

@@ -1,12 +1,13 @@
-"""The lossless codec: what travels is what a tensor differs by from its prediction, in units of the last place.
+"""The lossless codec: a tensor is sent as its difference from a prediction, in units of the last place.
 
-Both ends of a tensor of 16 bits hold what it was at the last calls of its layer, exactly, and so its prediction; at a
-layer's first call it is that of exponents alone. The difference takes few bits, but how many depends on the data, and
-whoever receives or passes on a message has to know its size before. So a block's stream (`cocodiff.kernels.lossless`
-defines it) goes in two parts. The first is as long as all ranks have agreed, by the longest stream of the layer's last
-call; it goes along the routes of the exchange, which carry it unopened. What does not fit, the rest, goes straight to
-the rank that decodes, which reads in the first part how long it is: nobody else need know that there is one. Where all
-fits, no message is added.
+Both ends of a 16-bit tensor hold its exact values at the last calls of its layer, and so the same prediction. At a
+layer's first call only exponents are predicted. The difference takes few bits. But their number depends on the data,
+and every rank that receives or passes on a message has to know its size in advance.
+
+So a block's stream (defined in `cocodiff.kernels.lossless`) is sent in two parts. All ranks have agreed on the length
+of the first part, by the longest stream of the layer's last call. It is sent along the routes of the exchange, which
+carry it without decoding it. The rest, which does not fit, is sent straight to the rank that decodes. That rank reads
+its length in the first part; no other rank needs to know of it. If everything fits, no message is added.
 
 docs/exchange.md has the figures.
 """
@@ -31,17 +32,18 @@ from cocodiff.kernels.device import used_on_current_stream
 from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room
 from cocodiff.topology.layout import Layout
 
-FIRST_ROOMS = (0.68, 0.4)  # of a whole tensor: of the first part in a layer's first and second call, which none tells
-MARGIN = 0.125  # bits for a number that the first part has room for beyond what the last call needed
-CONTINUED = {"last": 0.0, "taylor": 0.5}  # by the setting `predictor`: times the continuation's factor
-OVERFLOW = "overflow"  # what the bytes of rests are counted for besides
+FIRST_ROOMS = (0.68, 0.4)  # first part as a fraction of the tensor, in a layer's first and second call
+MARGIN = 0.125  # bits per number that the first part has in addition to the last call's need
+CONTINUED = {"last": 0.0, "taylor": 0.5}  # by setting `predictor`, what the factor of the continuation is multiplied by
+OVERFLOW = "overflow"  # purpose that the bytes of rests are also counted for in the trace
 
 
 @dataclass
 class SiteState(LayerEnds):
-    """needed: of each tensor the room for a token and head in which every stream of the last call would have fit, in
-    sixteenths of a byte, 0 where that is not known."""
+    """The values of one layer and branch."""
 
+    # By tensor, the room for each token and head in which every stream of the last call would have fit; 0 if unknown.
+    # In sixteenths of a byte.
     needed: Mapping[str, int] = field(default_factory=dict)
 
     def begin_anew(self) -> None:
@@ -54,19 +56,19 @@ class SiteState(LayerEnds):
 
 @dataclass
 class LosslessStep(CodedStep):
-    """overflows: the exchanges of rests."""
+    """The counts of one step over a rank's layers."""
 
-    overflows: int = 0
+    overflows: int = 0  # number of exchanges of rests
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
-        """Besides: "overflows", exchanges of what did not fit where it should have, for a call."""
+        """Return the counts of several ranks as columns of a profile, with "overflows": exchanges of rests per call."""
         overflows = sum(part.overflows for part in parts) / sum(part.calls for part in parts)
         return super().merged(parts) | {"linear_fraction": None, "overflows": overflows}
 
 
 class Lossless(StatefulCodec):
-    """Sends streams."""
+    """The codec that sends exact values as streams."""
 
     layer_state, step_notes = SiteState, LosslessStep
 
@@ -74,8 +76,11 @@ class Lossless(StatefulCodec):
         return LosslessCall(self, exchange, layout, layer_key)
 
     def room(self, state: SiteState, name: str, head_dim: int) -> int:
-        """Bytes for a token and head of the first part of a tensor's streams: what the last call needed, and more where
-        the noise level moves farther now than it did then, as a bit more holds twice the difference."""
+        """Return the bytes for each token and head of the first part of a tensor's streams.
+
+        It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
+        difference.
+        """
         whole, needed = 2 * head_dim, state.needed.get(name, 0)
         if self.fixed_kind is not None:
             room = self.fixed_kind.share * whole
@@ -87,35 +92,33 @@ class Lossless(StatefulCodec):
 
 
 class Sent(NamedTuple):
-    """A stream that was sent to a rank, in one tensor of this rank's streams. number: its place in `lengths_N`."""
+    """A stream for one rank, in the buffer with this rank's streams of one tensor."""
 
-    stream: Tensor
-    lengths_N: Tensor
-    number: int
-    room: int
+    stream: Tensor  # the stream and unused memory after it
+    lengths_N: Tensor  # lengths of all streams of the tensor
+    number: int  # index of the stream in `lengths_N`
+    room: int  # bytes of the first part
 
 
 class Arrived(NamedTuple):
-    """One tensor's first parts. found: by `stream_lengths`."""
+    """The received first parts of one tensor's streams."""
 
     name: str
-    code_BTHW: Tensor
-    known: Known
-    lengths_N: Tensor
-    found: Tensor | None
+    code_BTHW: Tensor  # the first parts
+    known: Known  # what is known of the tensor
+    lengths_N: Tensor  # lengths of the streams
+    found: Tensor | None  # what `stream_lengths` returned
 
 
 class LosslessCall(StatefulCall):
-    """What follows is known once the call has begun. codes: whether tensors are of a type that is coded; others travel
-    whole. factor: of the continuation, 0 where the last values stand alone. rooms: of every tensor that is coded the
-    bytes for a token and head of the first part."""
+    """An attention call whose tensors are sent as streams. Attributes without a value are set by `begin`."""
 
     _codec: Lossless
     state: SiteState
-    codes: bool
-    factor: float
+    codes: bool  # True if the tensors' dtype is coded; others are sent as they are
+    factor: float  # of the continuation; 0 for the last values as they are
     noted_step: LosslessStep
-    rooms: Mapping[str, int]
+    rooms: Mapping[str, int]  # by coded tensor, the bytes for each token and head of the first part
 
     def __init__(self, codec: Lossless, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
@@ -140,7 +143,11 @@ class LosslessCall(StatefulCall):
         return len(x_BLHD) * width
 
     def _known(self, ends: dict[str, End], name: str, shape: Sequence[int], rows: slice) -> Known:
-        """What one end knows of some rows of a tensor, of [B, T, H] in all."""
+        """Return what one end knows of some rows of a tensor.
+
+        Args:
+            shape: B, T and H of the whole tensor at this end.
+        """
         if name not in ends:
             ends[name] = End([self._like.new_empty(*shape, self._head_dim) for _ in range(self._codec.kept)])
         end, written = ends[name], ends[name].written(self.number)[:, rows]
@@ -150,7 +157,7 @@ class LosslessCall(StatefulCall):
         return Known(written, end.newest(self.number)[:, rows], before, self.factor)
 
     def _cut(self, ranks: Sequence[int], by_rows: bool) -> Cut:
-        """By the rows of these ranks, or by all ranks' heads."""
+        """Return the cut of a tensor into blocks, by the rows of these ranks or by all ranks' heads."""
         return Cut(1, tuple(self.layout.rows[rank] for rank in ranks)) if by_rows else Cut(2, self.layout.heads)
 
     # The sender's end -------------------------------------------------------------------------------------------------
@@ -162,7 +169,7 @@ class LosslessCall(StatefulCall):
         return Encoded([self._encoded(name, x, rows, cut, ranks) for name, x in tensors.items()], self.layout)
 
     def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
-        """What travels in the place of a tensor's `rows`, a block for each of `ranks`."""
+        """Encode `rows` of a tensor. Return the first part of each rank's block."""
         B, _, H, _ = x_BTHD.shape
         known = self._known(self.state.sent, name, (B, self.sent_rows(name), H), rows)
         assert self.noted is not None, "a coded call has notes"
@@ -200,16 +207,20 @@ class LosslessCall(StatefulCall):
         return [ends[name].written(self.number) for name in received]
 
     def _rests(self, arrived: Sequence[Arrived], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
-        """What did not fit in first parts, every tensor's in one: exchanged straight between the two ends. All ranks
-        come here in one order, each for what it decodes next; it is two ranks' affair whether there is a message."""
+        """Exchange the rests that did not fit in first parts, straight between the two ends. Return those of each
+        tensor as one.
+
+        All ranks call this in the same order, each for what it decodes next. Only the two ranks decide whether there is
+        a message.
+        """
         own, staged, hearing = self._exchange.rank, self._exchange.staged, ranks
-        if staged is not None and ranks in staged.chunks:  # a chunk goes to other ranks than it comes from
+        if staged is not None and ranks in staged.chunks:  # a chunk is sent to other ranks than it comes from
             hearing = staged.hearing[staged.chunks.index(ranks)]
         ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
-        used_on_current_stream(ours)  # a lane's stream wrote them, this one reads the lengths and the own block's rest
+        used_on_current_stream(ours)  # a lane's stream wrote them; this one reads the lengths and the own block's rest
         own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
         numbers = _numbers([*(one.lengths_N for one in arrived), *own_lengths.values()])
-        if numbers is None:  # predictions have none
+        if numbers is None:  # meta tensors of predictions
             return [one.code_BTHW.new_empty(0) for one in arrived]
         of_arrived, of_ours = numbers[: len(arrived)], dict(zip(own_lengths, numbers[len(arrived) :], strict=True))
         sends, here = [], {}
@@ -234,7 +245,8 @@ class LosslessCall(StatefulCall):
                 self._exchange.port.count(rank, rest.nbytes)
                 link = self._exchange.topology.link_class(own, rank)
                 self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
-            leaving = [*here.values(), *(rest for rest, _ in sends)]  # a first part is as long for the own block
+            # With the own block's rest, because the share of first parts counts its first part too.
+            leaving = [*here.values(), *(rest for rest, _ in sends)]
             whole_bytes = self._batch * self.layout.rows[own] * sum(self.layout.heads) * 2 * self._head_dim
             self.noted_step.overflows += 1
             self.noted_step.sent += sum(x.nbytes for x in leaving) / (whole_bytes * len(self.rooms) // len(TENSORS))
@@ -243,12 +255,13 @@ class LosslessCall(StatefulCall):
         return rests
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
+        """Send and receive rests on the control lane."""
         with self._trace.span("rests", "control"):
             self._codec.ranks.world.send_recv(sends, receives).wait()
 
 
 def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:
-    """Some rows of a tensor whose blocks of rows lie one behind the other in memory."""
+    """Return some rows of a tensor whose blocks of rows lie one after the other in memory."""
     B, T, *cell = x_BTHW.shape
     if rows == slice(0, T):
         return x_BTHW
@@ -257,7 +270,7 @@ def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:
-    """The numbers of some tensors, looked at together; None of tensors without numbers."""
+    """Return the values of some tensors as lists, read together; None for meta tensors."""
     whole = torch.cat(list(tensors))
     if whole.is_meta:
         return None

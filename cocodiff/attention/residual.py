@@ -1,9 +1,10 @@
-"""The residual codec: a tensor travels as its difference from a prediction, in 2, 4 or 8 bits a channel.
+"""The residual codec: a tensor is sent as its difference from a prediction, in 2, 4 or 8 bits a channel.
 
 Sender and receiver keep the same reconstruction of q, k, v and the output of every layer, and both add to it what was
-sent, so errors do not add up: the next residual contains them. A code is a tensor of bytes of the same rows and heads,
-which every exchange carries unopened. The rank's own block is coded like all others, so that results do not depend on
-the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, docs/exchange.md when tensors travel whole.
+sent. So errors do not add up: the next residual contains them. A code is a tensor of bytes with the same rows and
+heads, which every exchange carries without decoding it. The rank's own block is coded too, so that results do not
+depend on the number of ranks. `cocodiff.kernels.residual` defines the arithmetic, and docs/exchange.md when tensors are
+sent as they are.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from cocodiff.exchange.outgoing import Encoded, EncodedCall
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
 
-BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}  # None: as they are
-FINEST = 8
-FIRST_BITS = 4  # times the bits: of a first call, which has nothing to predict by; whole above FINEST
-# The operand of a displaced tensor goes half as far as the prediction that codes are made against: what it errs by is
-# not corrected within the call.
+# Bits per channel by setting `codec`; None: tensors are sent as they are.
+BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}
+FINEST = 8  # most bits per channel
+FIRST_BITS = 4  # factor of the bits in a first call, which has no prediction; above FINEST it is sent as it is
+# The operand of a displaced tensor is continued half as far as the prediction that is coded against, because its error
+# is not corrected within the call.
 DAMPING = 0.5
 
 
 @dataclass
 class SiteState(LayerEnds):
-    """plain: whether tensors travel as they are in a call that follows no other, as a code has failed before it.
-    wanted: by name, the continuations that are to be written while the last call's tensors are decoded."""
+    """The reconstructions of one layer and branch."""
 
-    plain: bool = False
+    plain: bool = False  # True to send the first call of a sequence as it is, because a code failed before it
+    # by tensor, the operands to write while the last call's tensors are decoded
     wanted: dict[str, Onward] = field(default_factory=dict)
 
     def begin_anew(self) -> None:
@@ -44,7 +46,7 @@ class SiteState(LayerEnds):
 
 
 class Residual(StatefulCodec):
-    """Sends residuals, by the settings codec, predictor, fine_steps and arrival, see `Config`."""
+    """The codec that sends residuals. It uses the settings codec, predictor, fine_steps and arrival, see `Config`."""
 
     layer_state = SiteState
 
@@ -52,21 +54,20 @@ class Residual(StatefulCodec):
         return ResidualCall(self, exchange, layout, layer_key)
 
     def bits(self, state: SiteState) -> int | None:
-        """Of a channel in a layer's call; None where tensors travel as they are."""
+        """Return the bits per channel in a layer's call; None if its tensors are sent as they are."""
         first = not state.follows
         return None if first and state.plain else bits_of(self.settings.codec, first, self.fine)
 
 
 class ResidualCall(StatefulCall):
-    """Known once the call has begun: bits, of a channel, None where tensors travel as they are; how, of all tensors
-    that are coded, in a first call by zero. displaced: what no call waits for."""
+    """An attention call whose tensors are sent as residuals."""
 
     _codec: Residual
     state: SiteState
-    bits: int | None
-    how: Prediction
+    bits: int | None  # per channel; None if tensors are sent as they are; set by `begin`
+    how: Prediction  # of all tensors that are coded; in a first call it is zero; set by `begin`
     measures = True
-    displaced: frozenset[str] = frozenset()
+    displaced: frozenset[str] = frozenset()  # tensors that no call waits for
 
     def begin(self, like_BLHD: Tensor) -> None:
         super().begin(like_BLHD)
@@ -77,21 +78,22 @@ class ResidualCall(StatefulCall):
             self.continues = state.factor > 0 and settings.predictor == "taylor"
             measure = settings.arrival == "adaptive" and state.follows > 0  # in the pass that encodes
             self.how = Prediction(state.factor, self.continues, measure)
-            self.share = (self.bits + 8 / GROUP) / 16  # of 16-bit numbers in heads of whole groups
+            self.share = (self.bits + 8 / GROUP) / 16  # relative to 16-bit numbers in heads of whole groups
             self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
         codec.noted_step.add(self.bits is not None, self.share, len(TENSORS) * self.continues)
 
     def width(self, x_BLHD: Tensor) -> int:
-        """Bytes of one head of one token on the wire."""
+        """Return the bytes of one head of one token in messages."""
         return width_of(x_BLHD.shape[-1], x_BLHD.element_size(), self.bits)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         return len(x_BLHD) * self.width(x_BLHD)
 
-    # Where calls do not wait for what they send: see `DisplacedCall` --------------------------------------------------
+    # Displaced calls, see `DisplacedCall` -----------------------------------------------------------------------------
 
     def displace(self, names: frozenset[str]) -> None:
-        """Continuations are written in the pass in which what the last call left is decoded."""
+        """Prepare the operands of displaced tensors. They are written in the pass that decodes the tensors of the last
+        call."""
         self.displaced, self.state.wanted = names, {}
         for name in names if self.continues else ():
             newest_BTHD = self.state.received[name].newest(self.number)
@@ -99,7 +101,8 @@ class ResidualCall(StatefulCall):
         self._operands = dict(self.state.wanted)
 
     def operand(self, name: str, last: Tensor) -> Tensor:
-        onward = self._operands.pop(name, None)  # what is in flight keeps this call until the next one, and not these
+        # Removed, because messages in flight keep this call alive until the next one.
+        onward = self._operands.pop(name, None)
         if onward is None:
             return last
         if self.state.wanted.pop(name, None) is not None:  # nothing was decoded since
@@ -117,6 +120,7 @@ class ResidualCall(StatefulCall):
         return [self._received(name, x, rows) for name, x in received.items()]
 
     def _sent(self, name: str, x_BTHD: Tensor, rows: slice) -> Tensor:
+        """Return the code of some rows, or the rows as they are, and update the reconstruction."""
         ends = self.state.sent
         if name not in ends:
             ends[name] = self._end(x_BTHD, self.sent_rows(name))
@@ -131,21 +135,22 @@ class ResidualCall(StatefulCall):
         return code_BTHW
 
     def _end(self, like_BTHW: Tensor, length: int) -> End:
-        """A first call's reconstructions of a tensor of so many rows; what is coded is predicted by zero."""
+        """Return the reconstructions for a first call of a tensor with `length` rows. The newest is zero if the call is
+        coded."""
         B, _, H, _ = like_BTHW.shape
         new = like_BTHW.new_empty if self.bits is None else like_BTHW.new_zeros
         last_BTHD = new(B, length, H, self._head_dim, dtype=self._dtype)
         return End([*(torch.empty_like(last_BTHD) for _ in range(self._codec.kept - 1)), last_BTHD])
 
     def _span(self, work: str, name: str) -> AbstractContextManager[None]:
-        """Of a pass over a tensor. Those of displaced ones are the main thread's work: nobody waits for a lane's."""
+        """Return a span of the trace for a pass over a tensor. Displaced tensors are coded on the main thread."""
         return self._trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self._layer)
 
     def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
-        """All rows of a tensor, of which `rows` have just come."""
+        """Return all rows of a tensor, of which `rows` have just arrived."""
         ends = self.state.received
         if self.bits is None:
-            if name not in ends:  # else these are more rows of the same memory
+            if name not in ends:  # otherwise these are more rows in the same memory
                 ends[name] = End([x_BSGW, *(torch.empty_like(x_BSGW) for _ in range(self._codec.kept - 1))])
             return x_BSGW
         if name not in ends:
@@ -160,13 +165,18 @@ class ResidualCall(StatefulCall):
 
 
 def width_of(head_dim: int, itemsize: int, bits: int | None) -> int:
-    """Bytes of one head of one token on the wire; bits None: of a tensor that travels as it is."""
+    """Return the bytes of one head of one token in messages; with `bits` None, of a tensor that is sent as it is."""
     return head_dim * itemsize if bits is None else coded_width(head_dim, bits)
 
 
 def bits_of(codec: str, first: bool, fine: bool) -> int | None:
-    """Of a channel; None where tensors travel as they are. first: in a run's first calls, which nothing predicts. fine:
-    in its last steps."""
+    """Return the bits per channel; None if tensors are sent as they are.
+
+    Args:
+        codec: the setting.
+        first: True in the first call of a sequence, which has no prediction.
+        fine: True in the last steps of a run.
+    """
     bits = BITS[codec]
     if bits is None:
         return None

@@ -1,15 +1,17 @@
-"""Ring attention: keys and values of every Ulysses group go round, each rank attends to what has arrived and passes it
-on meanwhile (StreamFusion, section 2.2; Ring Attention).
+"""Ring attention (StreamFusion, section 2.2; Ring Attention) and TokenRing.
 
-A block is the keys and values of all tokens of one group for the heads that are here. While a rank attends to one, it
-sends that one on (`rounds.py` tells where to) and receives the next: at most two blocks of others are here at any time.
-What the parts give is merged in float32 in the order of the visits, so nothing depends on which message is early.
+In a ring, every Ulysses group's keys and values are passed around, and each rank attends to those that it has.
 
-TokenRing: keys and values stay, queries go round one way, and what they gave goes the other way back to their owners,
-so both directions of the links carry something. Within a node a rank attends to its own keys with the queries at hand,
-passes those on meanwhile, and sends what came of the ones before, with the logs of the sums, straight to their owner.
-Between nodes keys and values go round as in `Ring`, each step for as long as queries go round the node: the paper's
-hybrid (TokenRing, section 3.3.3). What came of the own queries is merged in the order of the visits as well.
+A block is the keys and values of all tokens of one group, for this rank's heads. While a rank attends to one, it sends
+that block on (`rounds.py` defines where to) and receives the next. So it holds at most two blocks of other groups at
+any time. Partial results are merged in float32 in the order of the visits, so results do not depend on timing.
+
+TokenRing: keys and values stay. Queries are passed around one way, and their results go the other way, back to their
+owners. So both directions of the links are used. Within a node, a rank attends to its own keys with the queries that it
+has. Meanwhile it passes these on, and sends the results of the queries before, with their log-sum-exps, straight to
+their owner. Between nodes, keys and values are passed around as in `Ring`, one step for each round of the queries in a
+node: the paper's hybrid (TokenRing, section 3.3.3). Results of the own queries are merged in the order of the visits as
+well.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ from cocodiff.kernels import Kernels, views
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.routes.rounds import CARD, NODE, TILE, Move, visits_of
 
-LANE = "ring"
-# Of TokenRing: parts that may be on their way to a rank beside the newest one. Queries need a link once while both
-# tiles of a card send parts over another one, so parts take longer than a step and need not be here before the next.
+LANE = "ring"  # name of the lane, also in the trace
+# TokenRing: number of partial results that may be in flight to a rank besides the newest one. Queries use a link once
+# while both tiles of a card send results over another link. So results take longer than a step, and the next step does
+# not wait for them.
 LAG = 2
 
 
 class Ring:
-    """One rank's place in its ring. Its messages are keys and values whole, whatever the Ulysses part sends."""
+    """The place of one rank in its ring. Its messages are keys and values as they are, even if the Ulysses part has a
+    codec."""
 
     def __init__(
         self,
@@ -48,8 +52,14 @@ class Ring:
         local: LocalAttention | None = None,
         sequences: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """transport: of all ranks. local: what computes. sequences: of every group, the order of its ranks' rows at
-        this slot, where it is another one (see `Layout.sequence`)."""
+        """Make the ring's group and lane. All ranks have to do so together.
+
+        Args:
+            transport: of all ranks of the mesh.
+            local: computes attention on this rank.
+            sequences: for every group, the order of its ranks' rows at this slot, where it differs (see
+                `Layout.sequence`).
+        """
         self.mesh, self._trace, self._local = mesh, trace, local or LocalAttention()
         self.sequences = sequences or [()] * mesh.ring
         self._kernels = kernels or Kernels(note=trace.note_kernel)
@@ -61,13 +71,16 @@ class Ring:
         self._ranks, self._lane = transport.group(members), transport.lane(LANE)
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Of the group's queries to all groups' keys: [B, S_g, G, D] of the queries' dtype."""
+        """Return attention of the group's queries to all groups' keys, [B, S_g, G, D] in the queries' dtype."""
         parts = (self._local.part(q_BSGD, *block) for block in self.blocks(k_BSGD, v_BSGD, call))
         return all_merged(self._kernels, parts).out_BLHD.to(q_BSGD.dtype)
 
     def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Iterator[Keys]:
-        """Every group's keys and values for the heads that are here, the own ones first. Until another is asked for,
-        each travels on and the next one here; a block is gone when the second after it is asked for."""
+        """Yield every group's keys and values for this rank's heads, the own group's first.
+
+        Until the next block is asked for, the current one is sent on and the next one received. A block is overwritten
+        after two more were asked for.
+        """
         here, rows = [k_BSGD.contiguous(), v_BSGD.contiguous()], call.rows
         buffers = self._two_buffers(k_BSGD, rows)
         for number, visit in enumerate(self._visits):
@@ -80,7 +93,7 @@ class Ring:
                     here = coming.wait()
 
     def _two_buffers(self, like_BSGD: Tensor, rows: Sequence[int]) -> list[Tensor]:
-        """Flat memory for two blocks of the largest other group; for one where no more than one comes."""
+        """Allocate flat buffers for two blocks of the largest other group, or for one if only one is received."""
         B, _, G, D = like_BSGD.shape
         others = [rows[visit.member] for visit in self._visits[1:]]
         return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
@@ -88,12 +101,17 @@ class Ring:
     def _pass_on(
         self, here: list[Tensor], onward: Move, buffer: Tensor, rows: Sequence[int], layer: str
     ) -> LaneFuture[list[Tensor]]:
-        """Starts sending a block on, keys and values, and receiving another member's. rows: of every one's."""
+        """Start sending keys and values on, and receiving another group's.
+
+        Args:
+            rows: number of tokens of every group.
+        """
         B, _, G, D = here[0].shape
         shape = (B, rows[onward.brings], G, D)
         incoming = views(buffer[: 2 * math.prod(shape)], [shape, shape])
 
         def exchange(here: list[Tensor], incoming: list[Tensor]) -> list[Tensor]:
+            """Send and receive on the lane."""
             with self._trace.span("kv ring", LANE, layer):
                 sends, recvs = [(x, onward.to) for x in here], [(x, onward.before) for x in incoming]
                 self._post(self._ranks, sends, recvs).wait()
@@ -102,7 +120,8 @@ class Ring:
         return self._lane.submit(exchange, here, incoming)
 
     def _post(self, group: Group, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Pending:
-        """Starts messages to and from members of the ring, who all come to as many, and counts what is sent."""
+        """Start messages to and from members of the ring, and count the bytes that are sent. All members make this
+        call."""
         for x, member in sends:
             link = self.mesh.topology.link_class(self.rank, self._rank_of[member])
             self._trace.count(link, x.nbytes)
@@ -111,42 +130,44 @@ class Ring:
 
 
 class Passing(NamedTuple):
-    """Tensors for one member of the ring, and where those that another one sends meanwhile are put."""
+    """A step in which tensors are sent to one member of the ring and others received from another."""
 
-    outgoing: Sequence[Tensor]
-    incoming: Sequence[Tensor]
+    outgoing: Sequence[Tensor]  # tensors to send to `move.to`
+    incoming: Sequence[Tensor]  # buffers for those from `move.before`
     move: Move
 
 
 @dataclass
 class TokensInFlight:
-    """What the lane's jobs of one call have posted and not waited for."""
+    """The messages of one call that the lane's jobs have posted and not yet waited for."""
 
     layer: str
+    # partial results of other members' queries, and of the own ones
     parts: deque[tuple[Pending, Passing]] = field(default_factory=deque)
-    keys: tuple[Pending, Passing] | None = None
+    keys: tuple[Pending, Passing] | None = None  # keys and values that are passed to the next node
 
 
 class Came(NamedTuple):
-    """What a step of messages has brought: the next queries, parts of the own ones, the next node's keys."""
+    """The tensors that the messages of one step have brought."""
 
-    queries: Sequence[Tensor]
-    parts: Sequence[Partial]
-    keys: list[Tensor]
+    queries: Sequence[Tensor]  # the next queries; empty at the end of a round
+    parts: Sequence[Partial]  # partial results of the own queries
+    keys: list[Tensor]  # the next node's keys and values; empty if not due yet
 
 
 class TokenRing(Ring):
-    """One rank's place in its ring. Its messages are whole, whatever the Ulysses part sends."""
+    """The place of one rank in a ring of queries. Its messages are tensors as they are, even if the Ulysses part has a
+    codec."""
 
     def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
-        """As `Ring`."""
+        """Make the ring's groups and lane; see `Ring`."""
         super().__init__(mesh, transport, *more)
         self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))
-        # For what takes another way than queries: on accelerators messages of one communicator follow one another.
+        # For everything but queries: on accelerators messages of one communicator are sent one after the other.
         self._back = transport.group(self._ranks.ranks)
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """As `Ring.attend`."""
+        """Return attention of the group's queries to all groups' keys; see `Ring.attend`."""
         own_BSGD, keys = q_BSGD.contiguous(), [k_BSGD.contiguous(), v_BSGD.contiguous()]
         rows, step = call.rows, partial(self._step, TokensInFlight(call.layer))
         running: Partial | None = None
@@ -177,8 +198,15 @@ class TokenRing(Ring):
     def _step(
         self, flight: TokensInFlight, on: Passing | None, back: Passing | None, keys: Passing | None, lag: int
     ) -> Came:
-        """A job of the lane: posts what goes on, back, and to the next node. Waits for the next queries, for parts
-        until `lag` of them are on their way, and where no queries go on, which ends a node's round, for the next keys.
+        """Post the messages of one step, as a job of the lane. Return what has arrived.
+
+        It waits for the next queries. It waits for partial results until at most `lag` of them are in flight. At the
+        end of a node's round it also waits for the next keys.
+
+        Args:
+            on: queries to pass on; None at the end of a round.
+            back: a partial result to return to its owner; None for none.
+            keys: keys and values to pass to the next node; None for none.
         """
         with self._trace.span("token ring", LANE, flight.layer):
             queries = None if on is None else self._send_recv(self._ranks, on)
@@ -200,12 +228,17 @@ class TokenRing(Ring):
             return Came([] if on is None else on.incoming, parts, next_keys)
 
     def _send_recv(self, group: Group, way: Passing) -> Pending:
+        """Start the messages of one step."""
         sends, recvs = [(x, way.move.to) for x in way.outgoing], [(x, way.move.before) for x in way.incoming]
         return self._post(group, sends, recvs)
 
 
 def passing(outgoing: Sequence[Tensor], move: Move | None, rows: Sequence[int]) -> Passing | None:
-    """Tensors that move on, with room for those that come. rows: of every member's."""
+    """Return tensors to pass on, with new buffers for those to receive; None without a move.
+
+    Args:
+        rows: number of tokens of every group.
+    """
     if move is None:
         return None
     return Passing(outgoing, [x.new_empty(len(x), rows[move.brings], *x.shape[2:]) for x in outgoing], move)

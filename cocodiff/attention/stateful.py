@@ -1,7 +1,8 @@
-"""Codecs that keep the last values of every layer at both ends: which calls of a layer follow one another, what all
-ranks noted of the last one, the values, and the life of a run.
+"""The base of codecs that keep the last values of every layer at both ends.
 
-Of q, k, v and the output every call has a row of notes, whole numbers that ranks add up: see `kernels.residual`.
+It decides which calls of a layer follow one another, shares what all ranks noted about the last call, and holds the
+values for the length of a run. For each call, q, k, v and the output have a row of notes: integers that are summed over
+ranks (see `kernels.residual`).
 """
 
 from __future__ import annotations
@@ -23,29 +24,37 @@ from cocodiff.exchange.outgoing import OUTPUT, EncodedCall
 from cocodiff.kernels.residual import NOTES, Reconstructions
 from cocodiff.topology.layout import Layout
 
-TENSORS = ("q", "k", "v", OUTPUT)
-NEEDED = 1  # the note of which the largest of all ranks counts, not the sum: of how much room streams need
-NEWEST = 3  # noise levels that a continuation needs
-NOTED_SITES = 64  # whose notes are one tensor: nobody tells a first step how many there are
+TENSORS = ("q", "k", "v", OUTPUT)  # the tensors of a call, in the order of their notes
+NEEDED = 1  # index of the note that is the maximum over ranks, not the sum: the room that streams need
+NEWEST = 3  # number of noise levels that a continuation needs
+NOTED_SITES = 64  # calls whose notes share one tensor; a first step does not know the number of calls
+# Takes the summed notes of one call, a row for each of TENSORS.
 TakeNotes = Callable[[Sequence[Sequence[int]]], None]
 
 
 @dataclass
 class LayerState:
-    """form: shape, dtype, layout and inference mode of the last call, which was at `last_step`.
-    follows: the calls since the last one that began anew, which nothing could predict. levels: the noise levels of
-    the newest of these, that one too.
-    fits: whether at the last call every group that was coded had a scale, on every rank."""
+    """The state of one layer and branch between calls.
 
-    form: tuple[Any, ...] = ()
-    last_step: int = -2
-    follows: int = 0
+    A call *follows* the last one if its tensors can be predicted from it. Otherwise it begins a new sequence of calls.
+    """
+
+    form: tuple[Any, ...] = ()  # shape, dtype, layout and inference mode of the last call
+    last_step: int = -2  # step of the last call
+    follows: int = 0  # number of calls in the sequence after its first one
+    # noise levels of the newest calls in the sequence, at most NEWEST
     levels: list[float] = field(default_factory=list)
-    fits: bool = True
+    fits: bool = True  # False if a group of the last call had no scale on some rank
 
     def begin(self, like_BLHD: Tensor, layout: Layout, moment: StepInfo, anew: bool) -> None:
-        """A call begins. It follows the last one, at an earlier step of the run, if that was of the same form and all
-        groups had a scale; with `anew` it does not. Steps between that left the layer out change nothing."""
+        """Begin a call and decide whether it follows the last one.
+
+        It does if it has the same form, is at a later step of the run, and all groups of the last call had a scale.
+        Steps in between that left the layer out do not matter.
+
+        Args:
+            anew: True to begin a new sequence in any case.
+        """
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
         level = float(moment.step) if moment.sigma is None else moment.sigma
         anew = anew or self.form != form or self.last_step >= moment.step or not self.fits
@@ -57,26 +66,35 @@ class LayerState:
             self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
 
     def begin_anew(self) -> None:
-        """Forgets the state that earlier calls have left."""
+        """Drop the state that earlier calls have left."""
 
     def bytes_held(self) -> int:
+        """Return the number of bytes that the state holds."""
         return 0
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
-        """Takes what was noted in the last call, summed over all ranks, of each of TENSORS: how many groups had no
-        scale; the lossless codec's need of room (the largest); and, in eighths of an octave, the sizes of changes less
-        those of the values, and over how many groups."""
+        """Take the notes of the last call, combined over all ranks: one row for each of TENSORS.
+
+        A row has
+            [0]  the number of groups without a scale;
+            [1]  the room that the lossless codec needs (the maximum);
+            [2]  the sum over groups of the change's size minus the value's size, in eighths of an octave;
+            [3]  the number of groups in that sum.
+        """
         self.fits = not any(unfit for unfit, *_ in notes)
 
     @property
     def factor(self) -> float:
-        """Of the linear continuation, 0 where there is none."""
+        """The factor of the linear continuation; 0 if there is none."""
         return continuation(self.levels)
 
     @property
     def pace(self) -> float:
-        """How far the noise level moves to this call, in distances of its last move: what a tensor changes by goes with
-        it. At least 1/4 and at most 4; 1 where the level did not move."""
+        """The move of the noise level to this call, relative to its last move. Changes of tensors are proportional to
+        it.
+
+        It is limited to 1/4 and 4, and 1 if the level did not move.
+        """
         if len(self.levels) < NEWEST:
             return 1.0
         now, last = abs(self.levels[-1] - self.levels[-2]), abs(self.levels[-2] - self.levels[-3])
@@ -84,8 +102,11 @@ class LayerState:
 
 
 def continuation(levels: Sequence[float]) -> float:
-    """The factor of the linear continuation by the noise levels of the last calls, the current one last: how far this
-    call is from the last one, in distances of the last two; at most 2, and 0 where the level did not move."""
+    """Return the factor of the linear continuation, from the noise levels of the last calls with the current one last.
+
+    It is the move of the level to this call, relative to its last move. It is at most 2, and 0 if the level did not
+    move on.
+    """
     if len(levels) < NEWEST or levels[-2] == levels[-3]:
         return 0.0
     factor = (levels[-1] - levels[-2]) / (levels[-2] - levels[-3])
@@ -93,44 +114,46 @@ def continuation(levels: Sequence[float]) -> float:
 
 
 def values_kept(settings: Any) -> int:
-    """How many of a tensor an end keeps: one where the newest is all that is looked at."""
+    """Return the number of values of a tensor that an end keeps: 1 if only the newest is used, else 2."""
     return 1 if settings.codec == "none" or settings.predictor == "last" else 2
 
 
 class FixedKind(NamedTuple):
-    """A kind of call, for recordings. anew: it follows no other. fine: with the bits of the last steps. displaced: the
-    tensors that are. share: what the first part of the lossless codec takes of a whole tensor."""
+    """A kind of call that every call is made to be, for recordings."""
 
-    anew: bool
-    fine: bool = False
-    displaced: frozenset[str] = frozenset()
-    share: float = 1.0
+    anew: bool  # True if it follows no other call
+    fine: bool = False  # True to code with the bits of the last steps
+    displaced: frozenset[str] = frozenset()  # the tensors that are displaced
+    share: float = 1.0  # first part of a lossless stream, as a fraction of the tensor
 
 
 class Noted(NamedTuple):
-    """The notes of one call, int64 [tensors, NOTES], and who takes their sum over all ranks."""
+    """The notes of one call."""
 
-    own: Tensor
-    takers: list[TakeNotes]
+    own: Tensor  # this rank's, int64 [tensors, NOTES]
+    takers: list[TakeNotes]  # called with the notes combined over all ranks
 
     def of(self, name: str) -> Tensor:
-        """A tensor's, [NOTES]."""
+        """Return the notes of one tensor, int64 [NOTES]."""
         return self.own[TENSORS.index(name)]
 
 
 class SharedNotes:
-    """The notes of all calls of attention in one call of the model, summed over the ranks that share a sequence: in the
-    background, behind what comes before the next call's first attention."""
+    """The notes of all attention calls in one call of the model, which are combined over the ranks that share a
+    sequence.
+
+    That happens in the background, while the next call of the model computes up to its first attention.
+    """
 
     def __init__(self, everyone: AllRanks, trace: Trace) -> None:
         self._everyone, self._trace = everyone, trace
-        self._moment: StepInfo | None = None
+        self._moment: StepInfo | None = None  # the call of the model that the notes are of
         self._noted: list[Noted] = []
-        self._blocks: list[Tensor] = []  # theirs, of so many layers each
+        self._blocks: list[Tensor] = []  # their memory, for NOTED_SITES calls each
         self._deciding: tuple[list[Noted], LaneFuture[list[Any] | None]] | None = None
 
     def of_call(self, device: torch.device, taker: TakeNotes) -> Noted:
-        """Room for the notes of one more call."""
+        """Return notes for one more attention call, all zero."""
         first = len(self._noted) % NOTED_SITES * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_SITES * len(TENSORS), NOTES, dtype=torch.int64, device=device))
@@ -138,8 +161,10 @@ class SharedNotes:
         return self._noted[-1]
 
     def begin_step(self, moment: StepInfo) -> None:
-        """Has the notes of the model's last call summed. Whoever takes notes calls it; the first of them has it done,
-        so the same object tells the same call of the model."""
+        """Start combining the notes of the model's last call.
+
+        Several codecs may call this with the same `moment` object. Only the first call with it counts.
+        """
         if moment is self._moment:
             return
         self._moment = moment
@@ -151,7 +176,7 @@ class SharedNotes:
             self._noted, self._blocks = [], []
 
     def hand_out(self) -> None:
-        """Waits for the sums and hands them out: alike on all ranks."""
+        """Wait for the combined notes and give them to the layers. They are the same on every rank."""
         if self._deciding is None:
             return
         (noted, pending), self._deciding = self._deciding, None
@@ -162,10 +187,11 @@ class SharedNotes:
                 take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
 
     def clear(self) -> None:
+        """Drop all notes."""
         self._noted, self._blocks, self._deciding = [], [], None
 
     def _sum(self, own: Tensor) -> list[Any] | None:
-        """Every rank's notes in one message to each; None for tensors without numbers, as predictions have them."""
+        """Gather every rank's notes and combine them. Return None for meta tensors, which predictions have."""
         topology, ranks = self._everyone
         with self._trace.span("gather notes", "control"):
             parts = [torch.empty_like(own) for _ in range(ranks.size)]
@@ -180,31 +206,37 @@ class SharedNotes:
 
 @dataclass
 class End:
-    """One end's values of one tensor at the last calls, each contiguous, in turn the newest."""
+    """The values of one tensor at the last calls, at its sender or its receiver.
+
+    The buffers are contiguous, and take turns in being the newest.
+    """
 
     buffers: list[Tensor]
 
     def newest(self, call: int) -> Tensor:
-        """The newest one that the call of this number, from 1, finds."""
+        """Return the newest values that call number `call` (from 1) finds."""
         return self.buffers[(call - 1) % len(self.buffers)]
 
     def known(self, call: int, rows: slice) -> Reconstructions:
-        """Some rows for that call: the newest, and what is written over."""
+        """Return some rows for that call: the newest values, and the older ones that it writes over."""
         last, written = self.newest(call), self.written(call)
         return Reconstructions(last[:, rows], None if written is last else written[:, rows])
 
     def written(self, call: int) -> Tensor:
-        """The buffer that that call's values are written to."""
+        """Return the buffer that the values of call number `call` are written to."""
         return self.buffers[call % len(self.buffers)]
 
 
 @dataclass
 class LayerEnds(LayerState):
-    """sent, received: what both ends hold of a layer, by the tensors' names: of q, k and v the sender has its own rows
-    and all heads, the receiver all rows and its own heads; of the output it is the other way round."""
+    """The values of a layer that both ends hold, by tensor.
 
-    sent: dict[str, End] = field(default_factory=dict)
-    received: dict[str, End] = field(default_factory=dict)
+    Of q, k and v the sender has its own rows and all heads, the receiver all rows and its own heads. Of the output it
+    is the other way round.
+    """
+
+    sent: dict[str, End] = field(default_factory=dict)  # values of tensors that this rank sends
+    received: dict[str, End] = field(default_factory=dict)  # values of tensors that it receives
 
     def begin_anew(self) -> None:
         self.sent, self.received = {}, {}
@@ -216,36 +248,48 @@ class LayerEnds(LayerState):
 
 @dataclass
 class CodedStep:
-    """Of one step: the calls of attention, those of them that were coded, and of their tensors (four each) those
-    predicted linearly. sent: the tensors' sizes on the wire, a whole one being 1, as a model of 16 bits has them whose
-    heads are whole groups of channels: a small model's actual bytes are in the trace. sets: the calls by the tensors
-    that were displaced, as "qkv", and awaited: of `sent` what attention waited for; both only with displacement."""
+    """The counts of one step over a rank's layers.
 
-    calls: int = 0
-    coded: int = 0
-    linear: int = 0
-    sent: float = 0.0
+    Sizes of messages are relative to tensors as they are. They are those of a 16-bit model whose heads are whole groups
+    of channels. The trace has a small model's actual bytes.
+    """
+
+    calls: int = 0  # attention calls
+    coded: int = 0  # calls whose tensors were coded
+    linear: int = 0  # coded tensors (four per call) that were predicted linearly
+    sent: float = 0.0  # size of all tensors in messages
+    # number of calls by their displaced tensors, as "qkv"; only with displacement
     sets: Counter[str] = field(default_factory=Counter)
-    awaited: float = 0.0
+    awaited: float = 0.0  # size of the tensors that attention waited for; only with displacement
 
     def add(self, coded: bool = False, share: float = 1.0, linear: int = 0) -> None:
-        """A call. share: of a whole tensor's bytes that each takes. linear: of its tensors, predicted linearly."""
+        """Count a call.
+
+        Args:
+            share: size of each tensor in messages, as a fraction of the tensor.
+            linear: number of its tensors that are predicted linearly.
+        """
         self.calls += 1
         self.coded += coded
         self.linear += linear
         self.sent += len(TENSORS) * share
 
     def displace(self, names: frozenset[str] = frozenset(), share: float = 1.0) -> None:
-        """The tensors that a call did not wait for."""
+        """Count the displaced tensors of a call."""
         self.sets["".join(name for name in TENSORS if name in names)] += 1
         self.awaited += (len(TENSORS) - len(names)) * share
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
-        """Over ranks: "coded_fraction" of the calls; "linear_fraction" of the tensors that were coded, None where none
-        was; "displaced_fraction" of all tensors, "displaced_sets": the fraction of calls by those displaced together,
-        as {"qkv": 0.25, "": 0.75}; of the bytes that whole tensors of 16 bits take, with heads of whole groups,
-        "sent_fraction" and "exposed_fraction", which attention waited for."""
+        """Return the counts of several ranks as columns of a profile.
+
+        coded_fraction      of calls;
+        linear_fraction     of coded tensors; None if there are none;
+        displaced_fraction  of all tensors;
+        displaced_sets      fraction of calls by their displaced tensors, as {"qkv": 0.25, "": 0.75};
+        sent_fraction       of the bytes of 16-bit tensors as they are;
+        exposed_fraction    the same of the bytes that attention waited for.
+        """
         names = ("calls", "coded", "linear", "sent", "awaited")
         calls, coded, linear, sent, awaited = (sum(getattr(part, name) for part in parts) for name in names)
         sets: Counter[str] = sum((part.sets for part in parts), Counter())
@@ -260,36 +304,41 @@ class CodedStep:
 
 
 class StatefulCodec(Codec):
-    """Keeps every layer's last values, and decides by what all ranks noted of the last call. One rank codes nothing."""
+    """A codec that keeps every layer's last values, and decides by what all ranks noted about the last call. A single
+    rank codes nothing."""
 
     keeps_state = True
-    fixed_kind: FixedKind | None = None  # every call is of this kind, in recordings
+    fixed_kind: FixedKind | None = None  # the kind that every call is made to be, in recordings
     step_notes: type[StepNotes] = CodedStep
     _report: defaultdict[int, Any]
 
     def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
-        """everyone: that share the sequence, who decide together."""
+        """Create the codec.
+
+        Args:
+            everyone: the ranks that share the sequence, which decide together.
+        """
         super().__init__(settings, exchange, ranks)
         self.kept, self._report = values_kept(settings), defaultdict(self.step_notes)
         self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
 
     @property
     def fine(self) -> bool:
-        """Whether this is one of the last steps, whose errors no later step corrects."""
+        """True at the last steps, whose errors no later step corrects."""
         if self.fixed_kind is not None:
             return self.fixed_kind.fine
         return self.moment.steps is not None and self.moment.step >= self.moment.steps - self.settings.fine_steps
 
     @property
     def noted_step(self) -> Any:
-        """Where calls of this step are noted."""
+        """The counts of the current step."""
         return self._report[self.moment.step]
 
     def note_whole(self) -> None:
         self.noted_step.add()
 
     def begin_step(self, moment: StepInfo) -> None:
-        """Has all ranks' notes of the last call summed, behind what comes before the first attention."""
+        """Begin a call of the model, and start combining all ranks' notes of the last one."""
         super().begin_step(moment)
         if self.notes is not None:
             self.notes.begin_step(moment)
@@ -303,7 +352,7 @@ class StatefulCodec(Codec):
 
 
 class LayerCall(EncodedCall):
-    """One attention call of a codec that keeps a state of its layer."""
+    """An attention call of a codec that keeps a state of its layer."""
 
     state: LayerState
 
@@ -313,19 +362,20 @@ class LayerCall(EncodedCall):
         self._exchange, self._kernels, self._trace = exchange, exchange.kernels, exchange.trace
 
     def sent_rows(self, name: str) -> int:
-        """Of a tensor that is sent: of the output all of the sequence, of others this rank's."""
+        """Return the number of rows of a tensor that this rank sends: all of the sequence for the output, else its
+        own."""
         return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self._exchange.rank]
 
 
 class StatefulCall(LayerCall):
-    """number: among calls that follow one another, from 0, once it has begun."""
+    """An attention call of a codec that predicts tensors from the last calls."""
 
     _codec: StatefulCodec
-    number: int
+    number: int  # index of the call in its sequence of calls, from 0; set by `begin`
     noted: Noted | None = None
 
     def begin(self, like_BLHD: Tensor) -> None:
-        """Takes the notes of earlier calls, and learns which one of its layer this is."""
+        """Take the notes of earlier calls, and decide whether this call follows the last one."""
         codec = self._codec
         assert codec.notes is not None, "one rank alone codes nothing"
         self._notes = codec.notes

@@ -1,12 +1,12 @@
-"""The interface between a model's attention and the engine: `attend(qkv, layer) -> out_BLHD`. A strategy owns the order
-of one call.
+"""The interface between a model's attention and the engine: `attend(qkv, layer) -> out_BLHD`. A strategy determines the
+order of one call.
 
 Shapes are in names:
 
-    B  batch            L  this rank's tokens (rows)      S  the tokens of all ranks
-    H  all heads        G  this rank's heads              D  head dimension
+    B  batch            L  this rank's tokens (rows)      S  the tokens of all ranks;
+    H  all heads        G  this rank's heads              D  head dimension.
 
-so q_BLHD is sequence-parallel (some tokens, all heads) and q_BSGD head-parallel (all tokens, some heads).
+So q_BLHD is sequence-parallel (some tokens, all heads) and q_BSGD head-parallel (all tokens, some heads).
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from cocodiff.topology.layout import Segments
 
 
 def nothing() -> None:
-    """No work."""
+    """Do nothing."""
 
 
 class LazyQKV(NamedTuple):
-    """Queries, keys and values that are projected when asked for, so that a strategy decides when.
+    """The queries, keys and values of a call. They are projected when they are asked for, so that a strategy decides on
+    the order.
 
-    Each call returns this rank's rows [B, L, H, D] of all segments in the model's order, normalised and rotated.
-
-    segments   what the sequence consists of, in the model's order, with the tokens of all ranks
-    masks      of segments, by name, bool [B, tokens] of all ranks: which of their tokens are attended to; all tokens of
-               the segments that are not there
-    meanwhile  work of the layer that needs no attention, to be done while something travels; called once"""
+    Calls of `q`, `k` and `v` return this rank's rows [B, L, H, D] of all segments in the model's order, normalised and
+    rotated.
+    """
 
     q: Callable[[], Tensor]
     k: Callable[[], Tensor]
     v: Callable[[], Tensor]
-    segments: Segments
-    heads: int
+    segments: Segments  # the parts of the sequence, in the model's order, with the tokens of all ranks
+    heads: int  # number of all heads
+    # By segment name, the tokens that are attended to: bool [B, tokens] of all ranks. Without a mask, all of them.
     masks: Mapping[str, Tensor] = MappingProxyType({})
+    # work of the layer that needs no attention, done once while messages are in flight
     meanwhile: Callable[[], object] = nothing
 
 
 @dataclass(frozen=True)
 class LayerKey:
-    """One attention layer of one model for one guidance branch: the key of whatever is kept between steps."""
+    """The key of everything that is kept between steps: one attention layer of one model, for one guidance branch."""
 
-    layer: str
-    branch: int = 0
+    layer: str  # name of the layer's module
+    branch: int = 0  # index of the guidance branch
 
     @cached_property
     def kind(self) -> str:
-        """The layer's name without its number: what layers are summed up by, e.g. "transformer_blocks.attn"."""
+        """The layer's name without numbers, which groups layers in sums, e.g. "transformer_blocks.attn"."""
         return ".".join(part for part in self.layer.split(".") if not part.isdigit())

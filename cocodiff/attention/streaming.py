@@ -1,14 +1,16 @@
-"""Streaming attention: keys and values stay, every rank attends to its own with the queries of all, and what that gives
-is reduced to the rank that each query is of (Song, Distributed streaming attention, section 3.3).
+"""Streaming attention (Song, Distributed streaming attention, section 3.3).
 
-The paper gathers queries and reduces with all-reduces of maxima, sums and outputs. Here a rank gets only what comes of
-its own queries, and the reduction is a tree: queries cross to the same place of every other node once and are gathered
-there, what they give is merged on that node, and one part a node comes back. So links between nodes carry a ring's
-bytes, and a call takes a few rounds of messages in place of one for each rank. It goes in pieces, some heads of the
-queries of one node each: while a rank attends to one, the next is gathered and those before it are reduced.
+Keys and values stay. Every rank attends to its own with the queries of all, and the results are reduced to the rank of
+each query.
 
-What a node gives is merged in the order of its ranks, own rank first, and nodes in the order of the pieces, so nothing
-depends on which message is early.
+The paper gathers queries and reduces by all-reduces of maxima, sums and outputs. Here a rank gets only the results of
+its own queries, and the reduction is a tree. Queries are sent once to the same place on every other node and gathered
+there. Their results are merged on that node, and one result per node is sent back. So links between nodes carry the
+same bytes as in a ring, and a call takes a few rounds of messages instead of one for each rank.
+
+A call is cut into pieces, each with some heads of the queries of one node. While a rank attends to one, the next is
+gathered and earlier ones are reduced. Results of a node are merged in the order of its ranks, own rank first, and nodes
+in the order of the pieces. So results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -28,61 +30,64 @@ from cocodiff.comm.transport import Pending, Transport
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.routes.rounds import rounds_of
 
-PIECES = 8  # of a call at least, where a rank has as many heads: one is attended to while others travel
+PIECES = 8  # fewest pieces of a call, if there are enough heads: one is attended to while others are in flight
 
 
 def head_runs(nodes: int, heads: int) -> int:
-    """Runs of heads that the queries of each node are cut into."""
+    """Return the number of runs of heads that the queries of each node are cut into."""
     return min(heads, -(-PIECES // nodes))
 
 
 class QueryPiece(NamedTuple):
-    """Queries of one node's members for some heads. of: the member of that node in this one's place. to: the member of
-    another node that attends to this one's queries meanwhile. Both are this one where the node is its own."""
+    """The queries of one node's members for some heads."""
 
-    members: Sequence[int]
-    of: int
-    to: int
-    heads: slice
+    members: Sequence[int]  # the node's members in the order of merging; the one at this rank's place is first
+    of: int  # the member of that node at this rank's place; this rank's own group if it is its node
+    to: int  # the member of another node that attends to this rank's queries meanwhile; likewise
+    heads: slice  # the heads
 
 
 @dataclass
 class PiecesInFlight:
-    """What the lane's jobs of one call have posted and not waited for, and what is merged of each run of heads."""
+    """The messages of one call that the lane's jobs have posted and not yet waited for."""
 
     layer: str
     pieces: Sequence[QueryPiece]
-    rows: Sequence[int]
+    rows: Sequence[int]  # number of tokens of every group
+    # queries that are sent between nodes, with their buffers
     queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)
+    # results that are sent between nodes, with their buffers and heads
     parts: deque[tuple[Pending, Partial, slice]] = field(default_factory=deque)
+    # merged results of the own queries, by the first head of each run
     merged: dict[int, Partial] = field(default_factory=dict)
 
 
 class Streaming(Ring):
-    """One rank's place among ranks that keep their keys. Its messages are whole, whatever the Ulysses part sends."""
+    """The place of one rank among ranks that keep their keys. Its messages are tensors as they are, even if the Ulysses
+    part has a codec."""
 
     def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
-        """As `Ring`."""
+        """Make groups and the lane; see `Ring`."""
         super().__init__(mesh, transport, *more)
         grid = rounds_of(mesh)[mesh.group_and_slot(self.rank)[1]]
         within = len(grid.members) // grid.shape[0]
         nodes = [grid.members[n : n + within] for n in range(0, len(grid.members), within)]
         node, place = divmod(grid.members.index(self.group), within)
-        # Own place first, so that a rank begins with others' messages in an order of its own.
+        # Own place first, so that every rank sends to the others in a different order.
         at = [(place + n) % within for n in range(within)]
         self._peers = [nodes[node][n] for n in at]
         self._nodes = [
             QueryPiece([nodes[of][n] for n in at], nodes[of][place], nodes[to][place], slice(None))
             for of, to in (((node - n) % len(nodes), (node + n) % len(nodes)) for n in range(len(nodes)))
         ]
-        # Communicators of their own for parts and for what crosses nodes: on accelerators messages of one follow one
-        # another. All ranks make as many.
+        # Separate communicators for results and for messages between nodes: on accelerators messages of one
+        # communicator are sent one after the other. All ranks make the same number.
         self._back = transport.group(self._ranks.ranks)
         crossing = any(of_slot.shape[0] > 1 for of_slot in rounds_of(mesh))
         self._across = transport.group(self._ranks.ranks) if crossing else self._ranks
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """As `Ring.attend`."""
+        """Return attention of the group's queries to all groups' keys; see `Ring.attend`."""
         keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), call.mask(self.group))
         pieces = self._pieces(q_BSGD.shape[2])
         own = [q_BSGD[:, :, piece.heads].contiguous() for piece in pieces]
@@ -103,7 +108,7 @@ class Streaming(Ring):
         return torch.cat([part.out_BLHD for part in whole], 2).to(q_BSGD.dtype)
 
     def _pieces(self, heads: int) -> list[QueryPiece]:
-        """Of a call, node by node, the own one first."""
+        """Return the pieces of a call, node by node, the own node first."""
         runs = head_runs(len(self._nodes), heads)
         at = [slice(heads * n // runs, heads * (n + 1) // runs) for n in range(runs)]
         return [node._replace(heads=run) for node in self._nodes for run in at]
@@ -111,8 +116,16 @@ class Streaming(Ring):
     def _step(
         self, flight: PiecesInFlight, number: int, own: Sequence[Tensor], part: Partial | None
     ) -> tuple[Tensor | None, list[Partial]]:
-        """A job of the lane: gathers the queries of piece `number`, with those of the next crossing nodes, and reduces
-        what piece `number - 2` has given. Returns the queries, and after the last piece what is merged."""
+        """Run one step of the lane. Return the queries of piece `number` (None after the last), and at the end the
+        merged results.
+
+        It gathers the queries of piece `number`, sends those of the next piece between nodes, and reduces the results
+        of piece `number - 2`.
+
+        Args:
+            own: this rank's queries for every piece.
+            part: the results of piece `number - 2`; None in the first steps.
+        """
         pieces = flight.pieces
         with self._trace.span("streaming", LANE, flight.layer):
             reducing = None if part is None else self._reduce(part, pieces[number - 2], flight.rows)
@@ -133,12 +146,17 @@ class Streaming(Ring):
             return torch.cat(queries, 1) if queries else None, list(flight.merged.values()) if through else []
 
     def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> None:
+        """Start sending a piece's queries to another node, and receiving that node's."""
         if piece.of != self.group:
             there = own_BSGD.new_empty(len(own_BSGD), flight.rows[piece.of], *own_BSGD.shape[2:])
             flight.queries.append((self._post(self._across, [(own_BSGD, piece.to)], [(there, piece.of)]), there))
 
     def _gather(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> tuple[Pending, list[Tensor]]:
-        """Queries of the piece's node, of which this rank has those of its own place, from and to all peers."""
+        """Exchange queries of the piece's node with all peers. Return the pending messages, and the queries of all its
+        members.
+
+        This rank contributes those of the member at its place.
+        """
         here_BSGD = own_BSGD
         if piece.of != self.group:
             crossed, here_BSGD = flight.queries.popleft()
@@ -149,8 +167,11 @@ class Streaming(Ring):
         return self._post(self._ranks, sends, list(recvs)), [here_BSGD, *others]
 
     def _reduce(self, part: Partial, piece: QueryPiece, rows: Sequence[int]) -> tuple[Pending, list[Partial]]:
-        """Starts to exchange what the rank's keys gave to the piece's queries for what its peers' keys gave to those of
-        the own place: parts to be merged, the own one first."""
+        """Start exchanging results with all peers. Return the pending messages, and the results to merge, this rank's
+        first.
+
+        Each peer gets what this rank's keys gave for the queries of its place.
+        """
         of_members = [rows[member] for member in piece.members]
         ours, *theirs = (
             Partial(*(x.contiguous() for x in cut)) for cut in zip(*(x.split(of_members, 1) for x in part), strict=True)
@@ -165,7 +186,7 @@ class Streaming(Ring):
     def _merge_node(
         self, flight: PiecesInFlight, piece: QueryPiece, reducing: Pending, parts: Sequence[Partial]
     ) -> None:
-        """Merges a node's parts, and sends the sum to where its queries are from."""
+        """Merge a node's results, and send the sum to the rank whose queries they are of."""
         reducing.wait()
         of_node = all_merged(self._kernels, parts)
         if piece.of == self.group:

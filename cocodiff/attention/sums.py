@@ -1,6 +1,6 @@
-"""Kernels of attention that tell the sums of its rows, on devices where it depends on the version of torch: XPU.
+"""The attention kernels that also give the log-sum-exp of each row, for XPU, where they depend on the version of torch.
 
-docs/exchange.md, "Attention in parts", says what is known of them.
+docs/exchange.md, "Attention in parts", describes them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("cocodiff.attention.sums")
+# Takes q, k, v and a bias; returns the output and the log-sum-exp.
 SumsKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Intel's newer one, by sycl-tla (torch-xpu-ops, `mha_fwd.cpp`)."""
+    """Attend by Intel's newer kernel, of sycl-tla (torch-xpu-ops, `mha_fwd.cpp`)."""
     if bias is not None:
         raise NotImplementedError("it takes no mask")
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
@@ -27,7 +28,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor
 
 
 def _overrideable(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Intel's older one, by oneDNN. Many versions give sums for training alone: None or nothing without gradients."""
+    """Attend by Intel's older kernel, of oneDNN. Many versions give the log-sum-exp only for training; without
+    gradients it is None or empty."""
     if bias is not None:
         bias = bias.expand(len(q), q.shape[1], q.shape[2], k.shape[2])
     out, lse, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, bias, 0.0, False)
@@ -35,13 +37,16 @@ def _overrideable(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple
 
 
 def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """By matrix products in the tensors' dtype with softmax and sums in float32, for devices without a kernel that
-    tells the sums. No more than CHUNK scores are in memory at a time, so that they stay in a large GPU's cache."""
+    """Attend by matrix products, for devices without a kernel that gives the log-sum-exp.
+
+    Products are in the tensors' dtype, softmax and sums in float32. At most CHUNK scores are in memory at a time, so
+    that they stay in a large GPU's cache.
+    """
     side = max(1, math.isqrt(CHUNK // (q.shape[0] * q.shape[1])))
     q_NTD, k_NSD, v_NSD = (x.flatten(0, 1) for x in (q, k, v))
     if bias is None:
         bias = q.new_zeros(())
-    # Finite, so that a chunk whose keys are all masked has a softmax, which then weighs nothing.
+    # Finite, so that a chunk whose keys are all masked has a softmax; its weight then is 0.
     of_all = bias.clamp_min(torch.finfo(q.dtype).min / 2).expand(*q.shape[:3], k.shape[2])
     found = [
         _rows_in_chunks(rows_NTD, k_NSD, v_NSD, of_rows, side)
@@ -52,6 +57,7 @@ def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tu
 
 
 def _rows_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias_BHTS: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Attend with some queries, `side` keys at a time. Return the output in float32 and the log-sum-exp."""
     out = q.new_zeros(q.shape, dtype=torch.float32)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
     for start in range(0, k.shape[1], side):
@@ -66,30 +72,34 @@ def _rows_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias_BHTS: Tensor, side: in
 
 
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the others compute, in float32 with all scores in memory."""
+    """Attend in float32 with all scores in memory: the reference for the other kernels."""
     scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
     if bias is not None:
         scores = scores + bias.float()
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
-SCORE_BYTES, CHUNK_LAUNCHES = 24, 10  # of 16-bit tensors: that pass through memory for each score; of a chunk
+# Costs of `attend_in_chunks` with 16-bit tensors: memory traffic for each score, launches for each chunk.
+SCORE_BYTES, CHUNK_LAUNCHES = 24, 10
 CHUNK = 2**23  # scores: 32 MiB of weights in float32, and twice 16 MiB in a dtype of 16 bits
-TRIED = {"xpu": {"flash": _flash, "overrideable": _overrideable}}  # of a device whose kernels may give no sums
-CLOSE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of a kernel that is right, at most
+# Kernels by type of device, where they may give no log-sum-exp.
+TRIED = {"xpu": {"flash": _flash, "overrideable": _overrideable}}
+CLOSE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # largest error of a kernel that is right
 
 
 class Found(NamedTuple):
-    """The kernel of a device. told: its name, and what others lack."""
+    """The kernel to use on a device."""
 
     kernel: SumsKernel
-    told: str
+    told: str  # its name, or why the others are not used
 
 
 @cache
 def kernel_of(device: str, dtype: torch.dtype, masked: bool) -> Found:
-    """The first kernel of a type of device that gives attention and its sums as the definition has them. What a
-    version of torch gives there is known by trying it; that waits for the device once."""
+    """Return the first kernel of a type of device that gives attention and its log-sum-exp correctly.
+
+    The kernels of a version of torch are tried on small tensors, once; that waits for the device.
+    """
     lacking = []
     for name, kernel in TRIED.get(device, {}).items():
         fault = _fault(kernel, device, dtype, masked)
@@ -102,7 +112,7 @@ def kernel_of(device: str, dtype: torch.dtype, masked: bool) -> Found:
 
 
 def _fault(kernel: Any, device: str, dtype: torch.dtype, masked: bool) -> str:
-    """Why a kernel is not used, "" where it is right."""
+    """Return the reason not to use a kernel; "" if its results are right."""
     drawn = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 3, 64, generator=drawn).to(dtype).to(device).transpose(1, 2) for n in (9, 70, 70))
     bias = None
@@ -112,7 +122,7 @@ def _fault(kernel: Any, device: str, dtype: torch.dtype, masked: bool) -> str:
         bias = bias.to(device)
     try:
         found = kernel(q, k, v, bias)
-    except (RuntimeError, TypeError, AttributeError) as error:  # also of None in a tensor's place
+    except (RuntimeError, TypeError, AttributeError) as error:  # also raised for None instead of a tensor
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     for name, x, expected in zip(("output", "sums"), found, attend_plainly(q, k, v, bias), strict=True):
         if x is None or x.shape != expected.shape:

@@ -1,9 +1,10 @@
-"""Torus attention (StreamFusion section 4.3): attention starts on the chunks that are here, and finished rows of the
-output leave while others are computed.
+"""Torus attention (StreamFusion section 4.3): attention begins with the chunks that have arrived, and finished rows of
+the output are sent while others are computed.
 
-Pull Q: each arriving chunk of q attends to the first chunk of keys, which is this rank's own. Pull KV: all of q attends
-to each further one. Push O: with the last keys q goes chunk by chunk, the farthest first, and every finished chunk is
-sent. Parts are merged in float32, in this order whatever arrives first: results do not depend on timing.
+Pull Q: each chunk of q that arrives attends to the first chunk of keys, which is this rank's own. Pull KV: all of q
+attends to each further chunk of keys. Push O: with the last keys, chunks of q attend one by one, the farthest first,
+and each finished chunk is sent. Parts are merged in float32, in this order regardless of arrival, so results do not
+depend on timing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Torus:
-    """One attention call. k and v lie in memory once: chunks are slices of the whole sequence."""
+    """An attention call in chunks. k and v are in memory once: chunks are slices of the whole sequence."""
 
     def __init__(
         self,
@@ -34,21 +35,26 @@ class Torus:
         ring: Ring | None,
         call: AttentionCall,
     ) -> None:
-        """sent: q, k and v. ring: brings the keys of other groups, attended to last."""
+        """Prepare the call.
+
+        Args:
+            sent: the futures of q, k and v.
+            ring: brings the keys of other groups, which are attended to last; None for one group.
+        """
         assert transfer.exchange.staged is not None, "Torus attends to what comes in stages"
         self._staged = staged = transfer.exchange.staged
         self._transfer, self._local, self._ring, self._call = transfer, local, ring, call
         self._arriving = sent
         self._kernels, self._trace = transfer.exchange.kernels, transfer.exchange.trace
         self._rows = [transfer.layout.rows_of(ranks) for ranks in staged.chunks]
-        # The chunks of keys that are attended to together. On one node every card has links of its own and all others'
-        # keys arrive at once: one pass over them saves launches and merging.
+        # The chunks of keys that are attended to together. On one node every card has links of its own, so all other
+        # keys arrive at the same time, and one pass over them saves launches and merging.
         chunks = len(self._rows)
         cuts = [0, *(range(1, chunks) if staged.several_nodes else [1]), chunks]
         self._key_groups = [range(start, stop) for start, stop in pairwise(cuts)]
 
     def attend(self) -> Tensor:
-        """Attention of this rank's rows to all, [B, L, H, D]."""
+        """Return attention of this rank's rows to all tokens, [B, L, H, D]."""
         self._expect_in_order()
         numbers, layer = range(len(self._rows)), self._transfer.layer
         between = len(self._key_groups) - 2 + (self._ring.mesh.ring - 1 if self._ring else 0)
@@ -71,15 +77,17 @@ class Torus:
             return back.wait()
 
     def _expect_in_order(self) -> None:
-        """Has chunks put in place in the order in which they are attended to."""
+        """Have chunks put in place in the order in which they are attended to."""
         order = [("q", number) for number in range(1, len(self._rows))]
         order += [(name, number) for group in self._key_groups[1:] for name in "vk" for number in group]
         for name, number in order:
             self._arriving[name].expect(number)
 
     def _keys(self) -> Iterator[Keys]:
-        """All keys in the order in which they are attended to, each as soon as it is here. The own ones are on their
-        way round the ring as soon as they are whole."""
+        """Yield all keys in the order in which they are attended to, each as soon as they have arrived.
+
+        The group's own keys start round the ring as soon as all of them have arrived.
+        """
         blocks, mask_B11S = None, self._call.mask(0 if self._ring is None else self._ring.group)
         for group in self._key_groups:
             v_BSGD, k_BSGD = self._await("v", group), self._await("k", group)
@@ -91,6 +99,7 @@ class Torus:
         yield from blocks or ()
 
     def _await(self, name: str, chunks: range) -> Tensor:
+        """Wait for some chunks of q, k or v and return the whole sequence."""
         with self._trace.span(f"wait for {name}", layer=self._transfer.layer):
             *_, x_BSGD = [self._arriving[name].chunk(number) for number in chunks]
             return x_BSGD

@@ -1,5 +1,8 @@
-"""A trial of a device at a run's own shapes: attention beside float32, strided copies beside the host's, and operations
-twice. Drivers and libraries were seen to be wrong there without a word (docs/aurora.md)."""
+"""A trial of a device at a run's own shapes: attention is compared with float32, strided copies with the host's, and
+operations are repeated.
+
+Drivers and libraries have been found to give wrong results there without an error (docs/aurora.md).
+"""
 
 from __future__ import annotations
 
@@ -20,35 +23,35 @@ from cocodiff.attention.sums import CLOSE, attend_plainly
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import MULTIPLIER
 
-PEAK = 9.0  # queries are so many times as large as keys: few keys have most of the weight, and one that lacks is seen
-FAILED = 1e6  # the error of attention that gives no numbers
-COMPARED_ROWS, LAST_ROWS = 128, 8  # queries that float32 attends with: evenly spread ones, and those of the last tile
+PEAK = 9.0  # size of queries relative to keys: few keys then have most of the weight, and a missing key shows
+FAILED = 1e6  # error that is reported if attention gives no finite numbers
+COMPARED_ROWS, LAST_ROWS = 128, 8  # number of queries compared with float32: evenly spread ones, and the last ones
 COPIES = "into a pitch", "by the host", "unpack", "pack", "from a pitch", "odd columns", "transposed"
-IMAGE, FILTERS = (1, 32, 32, 32), (32, 32, 3, 3)  # of a convolution
+IMAGE, FILTERS = (1, 32, 32, 32), (32, 32, 3, 3)  # shapes of a convolution's operands
 
 
 class Shape(NamedTuple):
     """The shape of a run's attention calls on one rank."""
 
-    qkv: tuple[int, int, int, int]  # batch, tokens (queries, and keys), heads and the size of one
-    matrix: tuple[int, int]  # tokens and features that products with weights take
+    qkv: tuple[int, int, int, int]  # batch, tokens (queries and keys), heads, head dim
+    matrix: tuple[int, int]  # tokens and features of matrix products with weights
     dtype: torch.dtype
     masked: bool = False  # True where some keys are masked
-    parts: bool = False  # attention to a part of the keys is tried too, with its sums, as rings and chunks merge it
+    parts: bool = False  # True to also try attention to a part of the keys, as rings and chunks need it
 
 
 @dataclass(frozen=True)
 class DeviceTrial:
     """The result of a trial on one rank, or on all ranks."""
 
-    attention: str  # the kernels that attend
-    error: float  # the greatest difference of attention from float32's, as a multiple of what the dtype may round
-    copies: tuple[str, ...] = ()  # strided copies that differ from the host's
-    wandering: tuple[str, ...] = ()  # operations that gave other bits when they were repeated
+    attention: str  # names of the attention kernels
+    error: float  # largest difference from attention in float32; 1 is the limit for rounding in this dtype
+    copies: tuple[str, ...] = ()  # names of strided copies that differ from the host's
+    wandering: tuple[str, ...] = ()  # names of operations that gave other bits when they were repeated
 
     @classmethod
     def merged(cls, trials: Iterable[DeviceTrial]) -> DeviceTrial:
-        """Return the worst of all ranks' trials, which all ranks decide by."""
+        """Return the worst of all ranks' trials, by which all ranks decide."""
         kernels, errors, *found = zip(*(vars(one).values() for one in trials), strict=True)
         return cls(", ".join(dict.fromkeys(kernels)), max(errors), *(tuple(sorted({*chain(*one)})) for one in found))
 
@@ -61,8 +64,12 @@ class DeviceTrial:
 
 @torch.no_grad()
 def try_device(local: LocalAttention, shape: Shape, device: torch.device, kernels: Kernels) -> DeviceTrial:
-    """Return what this rank's device computes. It takes about as long as three attention calls. local: what attends,
-    also when `in_chunks` is set; kernels: what packs."""
+    """Try this rank's device. It takes about as long as three attention calls.
+
+    Args:
+        local: attends; its `in_chunks` is respected.
+        kernels: packs and unpacks.
+    """
     (B, S, H, D), _, dtype, masked, parts = shape
     keys, limit = S - S // 7 * masked, CLOSE.get(dtype, CLOSE[torch.float32])
     q_BSHD, k_BSHD, v_BSHD = (drawn((B, S, H + 1, D), seed, dtype, device)[:, :, :H] for seed in range(3))  # a pitch
@@ -86,7 +93,7 @@ def try_device(local: LocalAttention, shape: Shape, device: torch.device, kernel
 
 
 def _sdpa(*operands: Any) -> str:
-    """Return the name of the kernel that torch's SDPA takes for q, k, v and a mask, as far as torch tells."""
+    """Return the name of the kernel that torch's SDPA chooses for q, k, v and a mask, if torch reports it."""
     try:
         return f"SDPA's {SDPBackend(torch._fused_sdp_choice(*by_heads(*operands))).name.lower()}"
     except (RuntimeError, AttributeError, TypeError, ValueError):
@@ -94,7 +101,7 @@ def _sdpa(*operands: Any) -> str:
 
 
 def _attempt(call: Callable[[], Any]) -> Sequence[Tensor]:
-    """Return the tensors that a call gives, none where it fails."""
+    """Return the tensors that a call returns; none if it fails."""
     try:
         found = call()
     except (RuntimeError, TypeError, AttributeError):
@@ -103,13 +110,13 @@ def _attempt(call: Callable[[], Any]) -> Sequence[Tensor]:
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the greatest difference from what is exact, FAILED where there are no numbers."""
+    """Return the largest difference from the exact values, or FAILED if there are no finite numbers."""
     of_each = [(a.float() - b).abs().nan_to_num(FAILED).max() for a, b in zip(found, exact, strict=False)]
     return max(map(float, of_each), default=FAILED)
 
 
 def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Draw numbers from -1 to 1 by arithmetic on integers: the same on every device, without its generator."""
+    """Return pseudo-random numbers from -1 to 1, made from integers: the same on every device."""
     mixed = torch.arange(1, math.prod(shape) + 1, device=device).add_(seed << 32).mul_(MULTIPLIER)
     for _ in range(2):
         mixed.bitwise_xor_(mixed >> 32).mul_(MULTIPLIER)
@@ -117,7 +124,8 @@ def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.d
 
 
 def wrong_copies(kernels: Kernels, shape: Shape, device: torch.device) -> tuple[str, ...]:
-    """Return the names of the strided copies that differ from the host's, of one attention call's rows at most."""
+    """Return the names of strided copies that differ from the host's. They copy at most 300 rows of an attention
+    call."""
     (_, S, H, D), found = shape.qkv, []
     for own, place in ((Kernels("torch"), torch.device("cpu")), (kernels, device)):
         x_LHD = drawn((min(S, 300), H + 1, D), 6, shape.dtype, place)

@@ -1,8 +1,8 @@
-"""Ulysses sequence parallelism (CoCoDiff section II-A): exchange q, k and v, attend to all tokens with some of the
-heads, exchange the output back.
+"""Ulysses sequence parallelism (CoCoDiff section II-A).
 
-An *order* says what is projected and sent before what; it is the strategy's part that differs. Which way messages take
-is the exchange's business, what travels in a tensor's place the codec's.
+Ranks exchange q, k and v, attend to all tokens with some of the heads, and exchange the output back. An *order*
+determines in which order tensors are projected and sent; it is the part that differs between strategies. The exchange
+determines the routes of messages, the codec their content.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from cocodiff.topology.layout import Layout, Segments
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
 
+# Projects and sends q, k and v; returns their futures by name.
 Order = Callable[[LazyQKV, Transfer, Trace], dict[str, TensorFuture]]
 
 
 def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFuture]:
-    """Projects everything, then sends q, k and v in one message to each peer."""
+    """Project everything, then send q, k and v in one message to each peer."""
     with trace.span("project qk", layer=transfer.layer):
         q_BLHD, k_BLHD = qkv.q(), qkv.k()
     with trace.span("project v", layer=transfer.layer):
@@ -42,8 +43,10 @@ def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFut
 
 
 def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFuture]:
-    """V-First (CoCoDiff section III-C): v needs neither normalisation nor rotation, so it is projected first and
-    travels while q and k are still being made. Packing is the lanes' work: v costs this thread its projection alone."""
+    """Project and send v first, so that it is in flight while q and k are made (V-First, CoCoDiff section III-C).
+
+    v needs neither normalisation nor rotation. Lanes pack it, so v costs this thread only its projection.
+    """
     with trace.span("project v", layer=transfer.layer):
         v_BLHD = qkv.v()
     v = transfer.send(v=v_BLHD)
@@ -56,8 +59,11 @@ def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorF
 
 
 class Ulysses:
-    """Attention of one rank among the ranks of a Ulysses group. With a codec that sends tensors whole it is exact:
-    with every exchange and order the result equals one process's up to the rounding of another summation order."""
+    """The attention of one rank among the ranks of a Ulysses group.
+
+    With a codec that sends tensors as they are it is exact. With every exchange and order the result equals one
+    process's, up to the rounding of another order of summation.
+    """
 
     def __init__(
         self,
@@ -69,8 +75,16 @@ class Ulysses:
         local: LocalAttention | None = None,
         ring: Ring | None = None,
     ) -> None:
-        """exchange: None for one rank. codec: what travels, by default all tokens whole. local: what computes. ring:
-        brings other Ulysses groups' keys and values; topology and exchange are this group's."""
+        """Set up attention.
+
+        Args:
+            topology: the group's ranks.
+            exchange: the group's exchange; None for one rank.
+            order: projects and sends.
+            codec: encodes tensors; by default they are sent as they are.
+            local: computes attention on this rank.
+            ring: brings other groups' keys and values; None for one group.
+        """
         self.codec, self._topology, self.exchange = codec or Codec(), topology, exchange
         self._trace, self._order, self._ring = trace, order, ring
         self.local = local or LocalAttention()
@@ -78,6 +92,7 @@ class Ulysses:
         self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
 
     def attend(self, qkv: LazyQKV, layer_key: LayerKey) -> Tensor:
+        """Return attention of this rank's rows to all tokens, [B, L, H, D]."""
         call = AttentionCall(qkv, self.layouts(qkv), layer_key.kind)
         if self.exchange is None:
             out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), call)
@@ -93,14 +108,14 @@ class Ulysses:
         return transfer.back(self._attend_here(here["q"], here["k"], here["v"], call))
 
     def _attend_here(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Attention of the queries that are here to all keys, with the heads that are here."""
+        """Return attention of the group's queries to all keys, with this rank's heads."""
         with self._trace.span("attention", layer=call.layer):
             if self._ring is not None:
                 return self._ring.attend(q_BSGD, k_BSGD, v_BSGD, call)
             return self.local.whole(q_BSGD, k_BSGD, v_BSGD, call.mask(0))
 
     def layouts(self, qkv: LazyQKV) -> list[Layout]:
-        """Who holds which tokens and heads of every Ulysses group in this call."""
+        """Return the tokens and heads of every Ulysses group in this call."""
         key = (qkv.segments, qkv.heads)
         if key not in self._layouts:
             if self._ring is not None:

@@ -1,4 +1,4 @@
-"""`cocodiff kernels build`: compiles the SYCL kernels ahead of their first use."""
+"""`cocodiff kernels build`: compile the SYCL kernels before their first use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ ABOUT = "Compiles the SYCL kernels for this machine."
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run the subcommand, and return its exit code."""
     if not words or words[0] in ("-h", "--help"):
         say(f"usage: cocodiff kernels build [--help] [options]\n\n{ABOUT}")
         return 0

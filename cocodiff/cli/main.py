@@ -1,4 +1,5 @@
-"""The command line: finds a subcommand, hands it its options, turns a user's mistake into one line and exit 2."""
+"""The command line: it finds a subcommand, passes it its options, and turns a user's mistake into one line and exit
+code 2."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from cocodiff.jobs.children import ignore_stops, keep_interrupts
 from cocodiff.jobs.ranks import GRACE_S
 from cocodiff.jobs.terminal import open_streams, stop_writing
 
-MODULES = {  # of subcommands that are no module of this package by their own name
+MODULES = {  # modules of subcommands; others are modules of this package with the subcommand's name
     **{name: f"cocodiff_eval.cli.{name}" for name in ("inpaint", "generate", "train", "sweep")},
     "bench": "cocodiff_bench.command",
     "doctor": "cocodiff.cli.doctor.command",
@@ -44,8 +45,8 @@ COMMANDS = {
 
 
 def program() -> NoReturn:
-    """Run `main` and end the process. Signals that come later find all done and are ignored: while Python ends, they
-    would print a traceback, or kill a process whose work is done."""
+    """Run `main` and end the process. Later signals are ignored, since the work is done. While Python ends, they would
+    print a traceback or kill the process."""
     keep_interrupts()
     code = main()
     ignore_stops()
@@ -53,10 +54,10 @@ def program() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code; 141 where nobody reads the output any more, as after SIGPIPE."""
+    """Run a subcommand and return its exit code; 141, as after SIGPIPE, if the reader of the output has closed it."""
     open_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that has not all letters of a file's name shows others
+        if isinstance(stream, io.TextIOWrapper):  # letters that the terminal does not have are escaped
             stream.reconfigure(errors="backslashreplace")
     try:
         code = run_command(sys.argv[1:] if argv is None else argv)
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
-    """The exit code of a subcommand and its options. launch: by default what the environment tells."""
+    """Run a subcommand with its options, and return its exit code. launch: by default it is detected in the
+    environment."""
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
         print("\n".join(["usage: cocodiff SUBCOMMAND [--help] [options]", "", *lines]))
@@ -81,7 +83,7 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
         launch = launch or detect()
         presence = Presence.of_job(launch)
         if presence is not None:
-            presence.announce()  # before anything is imported: a rank that dies meanwhile is noticed by the others
+            presence.announce()  # before any import, so that other ranks notice if this one dies meanwhile
         check_choice("subcommand", words[0], COMMANDS)
         keep_kernels()  # before a command imports torch
         with one_line_of_imports():
@@ -89,9 +91,9 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
             return int(command.start(words[1:], launch))
     except UserError as error:
         if launch is None or launch.speaks:
-            # One line, though a name that the user gave may have several.
+            # One line, even if a name from the user has several.
             print(f"cocodiff: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        else:  # launchers kill a job at its first bad exit, and rank 0, which says it, may be later
+        else:  # launchers kill a job at its first bad exit, so wait until rank 0 has printed the error
             time.sleep(GRACE_S)
         return 1 if isinstance(error, OwnRankError) else 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`cocodiff plan`: what a run would take of a machine, without starting it: memory, bytes and time."""
+"""`cocodiff plan`: the memory, bytes and time of a run, without starting it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import Division, choose, shared_weights, untimed, with_weights_chosen
 from cocodiff.planner.decisions import read_decisions
 
-SIDE = 1024
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+SIDE = 1024  # pixels of an image's side by default
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
 OPTIONS = (
     Option("model", "a name in configs/models, a .yaml file, or a folder in diffusers' layout"),
     Option("size", f"side of the square image in pixels (default: {SIDE})", type=int),
@@ -71,6 +71,7 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run the subcommand, and return its exit code."""
     options = with_settings(OPTIONS, lambda one: one.given == "sweep")
     values = parse("plan", "Says what a run would take, without starting it.", options, words)
     quiet_libraries(values["log_level"])
@@ -89,7 +90,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 @contextmanager
 def output_of(values: dict[str, Any]) -> Iterator[tuple[Path | None, dict[str, Any]]]:
-    """The folder that a plan is written to, and what is to stand in its plan.json; no folder without `--out`."""
+    """Yield the folder of the results (None without `--out`) and the content of plan.json, which is written at the
+    block's end."""
     plan: dict[str, Any] = {"schema": 1}
     if values["out"] is None:
         yield None, plan
@@ -104,6 +106,7 @@ def output_of(values: dict[str, Any]) -> Iterator[tuple[Path | None, dict[str, A
 
 
 def check(values: dict[str, Any]) -> None:
+    """Raise UserError for options that are unfit or do not go together."""
     if values["calibrate"] is None and not values["paper"] and not values["model"]:
         raise UserError("--model is missing: sd3.5, flux.1, flux.2, qwen-image, wan2.2, a .yaml file or a folder")
     check_counts(values, "batch", "steps", "size", "frames", "height", "width", "nodes", "ranks", "branches", "images")
@@ -117,6 +120,7 @@ def check(values: dict[str, Any]) -> None:
 
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
+    """Plan a run: print its memory, partition and time, and put them into `plan`."""
     shape = load_shape(values["model"])
     video = video_of(values, shape)
     case, choice = case_of(values, shape, video), None
@@ -150,7 +154,8 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
 
 
 def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
-    """Fits the machine's links to a run of bench alltoall; writes, or prints, the machine's file with them."""
+    """Fit the machine's links to a run of bench alltoall. Write the machine's file with them, or print it without a
+    folder."""
     import yaml
 
     from cocodiff.planner import calibrate
@@ -167,7 +172,7 @@ def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path |
     say("\n".join(calibrate.told(fit, scale)))
     plan["calibration"] = calibrate.as_json(fit) | {"from": str(path), "scale": scale}
     machines = {"machine.yaml": fit.constants.machine(machine)}
-    if scale != 1:  # at the machine file's rates, beside what bench step says
+    if scale != 1:  # also at the machine file's own rates, for comparison with bench step
         machines["machine-unscaled.yaml"] = fit.constants.faster(scale).machine(topology.machine)
     for name, one in machines.items():
         text = yaml.safe_dump(calibrate.machine_file(one), sort_keys=False)
@@ -178,6 +183,7 @@ def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path |
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a bench.json. Raise UserError for any other file."""
     try:
         if kind := irregular(path):
             raise UserError(f"--calibrate {path} is {kind}: give the bench.json that bench alltoall wrote")
@@ -193,6 +199,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
+    """Return the ranks on the machine. Raise UserError if a machine of no fixed size has no number of ranks."""
     machine = load_machine(values["machine"])
     if values["ranks"] is None and machine.tiles_per_node is None:
         raise UserError(f"machine {machine.name} has no fixed size: add --ranks N")
@@ -200,7 +207,8 @@ def topology_of(values: dict[str, Any]) -> Topology:
 
 
 def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
-    """What is made: a video, or an image, whose `size` is completed. Raises UserError for options of the other one."""
+    """Return the size of the video, or of the image as a video of one frame. Complete `size` for images. Raise
+    UserError for options of the other kind."""
     own, names = shape.video, ("frames", "height", "width")
     wrong = next((name for name in (names if own is None else ("size",)) if values[name] is not None), None)
     if wrong is not None:
@@ -213,7 +221,7 @@ def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
 
 
 def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
-    """Return what is planned, on all ranks. video: what is made, or an image."""
+    """Return the case to plan, on all ranks. video: its size, see `video_of`."""
     text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
     image = shape.image_tokens(video.height) if shape.video is None else shape.video_tokens(video)
     negative, branches = values["negative_tokens"], values["branches"] or shape.branches

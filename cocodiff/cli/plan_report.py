@@ -1,5 +1,5 @@
-"""What `cocodiff plan` says and writes: memory, the partitions of a job's ranks, a preset's step, all presets side by
-side, and one layer in detail."""
+"""The output of `cocodiff plan`: memory, the partitions of a job's ranks, a preset's step, all presets side by side,
+and one layer in detail."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
 from cocodiff.planner.automatic import price_meshes
+from cocodiff.planner.beliefs import WORTH_SAYING, choices_of, ends_of, pays, turning_points
 from cocodiff.planner.case import Case
 from cocodiff.planner.choice import Choice, Division
 from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, StepPlan, plan_layers
 from cocodiff.planner.memory import KEPT, MIB, Peaks, RankMemory, add, largest_batch, mib, misfit, size_peaks, size_run
-from cocodiff.planner.partitions import Partition
-from cocodiff.topology.axes import Axes
+from cocodiff.topology.axes import Axes, Partition
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Phase, plan_of
 
-Document = dict[str, Any]  # part of plan.json, from which what is said is made
-PEERS_SHOWN = 6  # of one phase's messages
+Document = dict[str, Any]  # a part of plan.json, from which the printed lines are made
+PEERS_SHOWN = 6  # messages of one phase that are printed
 GIGABYTES = [f"{link} GB" for link in LINK_CLASSES]
 FITS = {True: "yes", False: "no", None: "unknown"}
-ROWS = {  # of the table of memory: fields of `RankMemory`
+ROWS = {  # rows of the table of memory, with the field of `RankMemory`
     "cache: q, k, v of the image": "image_cache",
     "cache: scoring reference": "reference_cache",
     "cache: q, k, v of the text": "text_cache",
@@ -53,7 +53,7 @@ ROWS = {  # of the table of memory: fields of `RankMemory`
 
 
 def record_of(division: Division, values: dict[str, Any], video: Video) -> Document:
-    """Return what is planned, for plan.json. video: what is made, or an image."""
+    """Return the description of the case for plan.json. video: its size."""
     (case,), partition = division.cases, division.partition
     shape, topology = case.shape, case.topology
     return {
@@ -75,9 +75,12 @@ def record_of(division: Division, values: dict[str, Any], video: Video) -> Docum
 
 
 def memory_of(division: Division, video: Video) -> tuple[dict[str, Any], str | None]:
-    """Return the memory in MiB of the fullest rank, of one joint attention of one branch there ("site"), and of the
-    fullest node, what text encoders and VAE take; and why the rank does not fit a tile, None where it does, or where
-    the machine does not say. video: as of `record_of`."""
+    """Return the entries of plan.json about memory, and the reason why a rank does not fit a tile (None if it fits or a
+    tile's memory is not known).
+
+    In MiB they are the memory of the fullest rank, of one joint attention of one branch there ("site"), of the fullest
+    node, and of text encoders and VAE. video: its size.
+    """
     (case,), (replicas, guidance), parts = division.cases, division.partition, [*chain(*division.parts[0])]
     topology, shape = case.topology, case.shape
     branches = chain(*Axes.build(topology, replicas, guidance).branches)
@@ -107,11 +110,18 @@ def memory_of(division: Division, video: Video) -> tuple[dict[str, Any], str | N
 
 
 def in_mib(of: RankMemory, names: Iterable[str]) -> dict[str, float]:
+    """Return some fields in MiB."""
     return {name: getattr(of, name) / MIB for name in names}
 
 
 def peaks_in_mib(peaks: Peaks, rank: RankMemory, tile: int | None, ranks: int) -> dict[str, Any]:
-    """rank: the fullest one. ranks: of the node that has most."""
+    """Return the memory of text encoders and VAE for plan.json.
+
+    Args:
+        rank: memory of the fullest rank in a denoising step
+        tile: bytes of a tile's memory; None if not known
+        ranks: number of ranks on the fullest node
+    """
     of_vae = {}
     for how, peak in peaks.of_vae.items():
         when, need = peaks.fullest(rank, how)
@@ -129,7 +139,7 @@ def peaks_in_mib(peaks: Peaks, rank: RankMemory, tile: int | None, ranks: int) -
 
 
 def memory_table(plan: Document, topology: Topology, why: str | None) -> list[str]:
-    """why: a rank does not fit a tile."""
+    """Return the table of memory. why: the reason why a rank does not fit a tile, None if it fits."""
     case, of, peaks = plan["case"], plan["memory_mib"], plan["peaks_mib"]
     frames = "" if case.get("frames", 1) == 1 else f"{case['frames']} frames of "
     height, width = (case.get(name, case["size"]) for name in ("height", "width"))
@@ -145,7 +155,7 @@ def memory_table(plan: Document, topology: Topology, why: str | None) -> list[st
         rows.append(("VAE: weights", None, peaks["vae_weights"], peaks["vae_weights"] * ranks_of_node(topology)))
         for what in ("encoding", "decoding"):
             for how, peak in peaks["vae"].items():
-                if (what, how) != ("encoding", "all"):  # as with one
+                if (what, how) != ("encoding", "all"):  # equal to that with one
                     rows.append((f"VAE: {what}, {how}", None, peak[f"{what}_rank"], peak[f"{what}_node"]))
     for name, *cells in rows:
         lines.append(f"{name:<28}" + "".join(f"{'' if x is None else mib(x * MIB):>12}" for x in cells))
@@ -165,7 +175,7 @@ def memory_table(plan: Document, topology: Topology, why: str | None) -> list[st
 
 
 def ranks_of_node(topology: Topology) -> int:
-    """Of the node that has most."""
+    """Return the number of ranks on the fullest node."""
     return max(map(len, topology.on_node.values()))
 
 
@@ -173,18 +183,19 @@ def ranks_of_node(topology: Topology) -> int:
 
 
 def pinned_guidance(config: Config) -> int | None:
+    """Return the setting `guidance_parallel`, or None for auto."""
     return None if config.guidance_parallel == "auto" else int(config.guidance_parallel)
 
 
 def one_replica(case: Case) -> Partition:
-    """As the engine divides the ranks of one replica: by the setting `guidance_parallel`; auto is 2 where the model has
-    two branches and the ranks are even."""
+    """Return the partition of a single replica, as the engine divides its ranks by `guidance_parallel`. auto is 2 if
+    the model has two branches and the number of ranks is even."""
     wanted = pinned_guidance(case.config) or (2 if case.topology.size % 2 == 0 else 1)
     return Partition(1, wanted if case.guides else 1)
 
 
 def partitions_of_job(choice: Choice) -> Document:
-    """`deals`: all partitions; bytes of one image, or of one batch of images."""
+    """Return all partitions for plan.json, under "deals". Bytes are those of one image, or one batch of images."""
     rows: list[Document] = []
     for one in choice.listed:
         names = ("image_s", "images_per_hour", "job_s", "first_s", "bytes_per_image", "output_bytes_per_image")
@@ -197,7 +208,7 @@ def partitions_of_job(choice: Choice) -> Document:
 
 
 def partitions_table(deals: Sequence[Document]) -> list[str]:
-    """All partitions; the one that is taken is marked."""
+    """Return the table of all partitions, with the chosen one marked."""
     heading = ["replicas", "guidance", "ranks", "ulysses", "ring"]
     rows = [[*heading, "MiB a rank", "fits", "s an image", "images/h", "s in all", *GIGABYTES, ""]]
     refused = []
@@ -215,15 +226,21 @@ def partitions_table(deals: Sequence[Document]) -> list[str]:
 
 
 def gigabytes(sent: Mapping[str, float]) -> list[str]:
+    """Return bytes in GB, as texts by link class."""
     return [f"{sent[link] / 1e9:.2f}" for link in LINK_CLASSES]
 
 
 # Times ----------------------------------------------------------------------------------------------------------------
 
 
+def say_all(lines: Sequence[str]) -> None:
+    if lines:
+        say("\n".join(lines))
+
+
 def add_times(values: dict[str, Any], division: Division, plan: Document, folder: Path | None) -> None:
-    """Says the times of one replica and adds them to the plan; with --compare those of all presets, with plan.png in
-    the folder that there is."""
+    """Print the times of one replica and add them to the plan; with --compare those of all presets. A folder gets the
+    files of the options."""
     (case,), first = division.cases, division.parts[0][0][0]
     topology, config, step = case.topology, first.config, step_json(division.steps[0])
     plan["time"] = step
@@ -237,6 +254,7 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
         plan["without_codec"] = step_json(exact.steps[0])
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
         say(beside(step, plan["without_codec"], " and ".join(what)))
+        say_all(limits_of_codec(division))
     replayed = decisions_of(config, case.steps, case.decisions) if topology.size > 1 else None
     if replayed is not None:
         say(f"displaced as in a recorded run, {replayed.title()}")
@@ -252,10 +270,12 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
         say("\n".join(told))
         if folder is not None:
             (folder / "explain.txt").write_text("\n".join(told) + "\n")
+    plan["beliefs"] = rows = at_both_ends(division)
+    say_all(ends_table(rows, step["step_s"], choices_of(division), topology.machine.name))
     if values["compare"] and values["images"] is None:
         rows = compare(division, values["machine"], {values["preset"]: step})
         plan["compare"] = rows
-        say("\n".join(compared(rows)))
+        say_all([*compared(rows), *(fastest_at_ends(division, values["machine"], rows) if topology.size > 1 else [])])
         if folder is not None:
             sides = "" if values["size"] is None else f" {values['size']}x{values['size']}"
             ranks = f"{topology.size} ranks on {topology.nodes} node(s) of {topology.machine.name}"
@@ -264,6 +284,7 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
 
 
 def step_json(step: StepPlan) -> Document:
+    """Return a step for plan.json."""
     times = ("step_s", "image_s", "steps", "compute_s", "communication_share")
     return {
         **{name: getattr(step, name) for name in times},
@@ -275,6 +296,7 @@ def step_json(step: StepPlan) -> Document:
 
 
 def summary(step: Document) -> list[str]:
+    """Return lines that describe a step."""
     sent = ", ".join(f"{link} {count / 1e9:.2f}" for link, count in step["bytes_per_step"].items())
     outputs = [f"{link} {count / 1e6:.1f}" for link, count in step["output_bytes_per_step"].items() if count]
     lines = [
@@ -291,7 +313,7 @@ def summary(step: Document) -> list[str]:
 
 
 def beside(coded: Document, uncoded: Document, codec: str) -> str:
-    """What a codec or displacement gains, in words: the step and the bytes of both. codec: their names."""
+    """Return a line that compares a step with and without a codec or displacement. codec: their names."""
     step_s, whole_s = coded["step_s"], uncoded["step_s"]
     sent, whole = (sum(step["bytes_per_step"].values()) for step in (coded, uncoded))
     told = f"without {codec}: {whole_s * 1e3:.1f} ms a step, exact"
@@ -301,11 +323,54 @@ def beside(coded: Document, uncoded: Document, codec: str) -> str:
     return f"{told}; {gain}" + ("" if step_s < whole_s else ": it does not pay here, choose codec none, arrival now")
 
 
+# What is believed of the machine --------------------------------------------------------------------------------------
+
+
+def at_both_ends(division: Division) -> list[Document]:
+    """Return a step's seconds, the mesh and the codec at both ends of every belief of the machine file."""
+    return [
+        {
+            "belief": end.belief.name,
+            "value": end.value,
+            "step_s": end.division.steps[0].step_s,
+            "choices": choices_of(end.division),
+        }
+        for end in ends_of(division)
+    ]
+
+
+def ends_table(rows: Sequence[Document], step_s: float, choices: str, machine: str) -> list[str]:
+    """Return lines for the ends that change a step by more than `WORTH_SAYING`, or the mesh or the codec."""
+    table = [["not measured:", "if it is", "ms a step", "times", "then"]]
+    for row in rows:
+        ratio, other = row["step_s"] / step_s, row["choices"] if row["choices"] != choices else ""
+        if other or abs(ratio - 1) > WORTH_SAYING:
+            cells = [row["belief"], f"{row['value']:g}", f"{row['step_s'] * 1e3:.1f}", f"{ratio:.2f}", other]
+            table.append(cells)
+    if not rows:
+        return []
+    rest = sorted({row["belief"] for row in rows} - {cells[0] for cells in table})
+    lines = aligned(table, "<>>><") if len(table) > 1 else []
+    small = f"a step changes by less than {WORTH_SAYING:.0%} over what is believed of {', '.join(rest)} on {machine}"
+    return lines + ([small] if rest else [])
+
+
+def limits_of_codec(division: Division) -> list[str]:
+    """Return a line for every belief on which it hangs that a codec or displacement pays, or that it does not."""
+    gains = pays(division)
+    then = "costs time" if gains else "pays"
+    return [
+        f"that hangs on {end.belief.name} ({end.believed:g}): {end.side} {at:.3g} it {then}"
+        for end, at in turning_points(division, pays)
+    ]
+
+
 # All presets ----------------------------------------------------------------------------------------------------------
 
 
 def compare(division: Division, machine: str, known: Mapping[str, Document]) -> list[Document]:
-    """One row for each preset, flat first. A preset that this machine cannot run says why instead of times."""
+    """Return one row for each preset, flat first. A preset that this machine cannot run has an error instead of
+    times."""
     rows: list[Document] = []
     (case,) = division.cases
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
@@ -323,7 +388,29 @@ def compare(division: Division, machine: str, known: Mapping[str, Document]) -> 
     return rows
 
 
+def fastest_at_ends(division: Division, machine: str, rows: Sequence[Document]) -> list[str]:
+    """Return a line for every end of a belief at which other presets are fastest, exact ones and all."""
+    lines, now = [], fastest(rows)
+    for end in ends_of(division):
+        there = fastest(compare(end.division, machine, {}))
+        if there != now:
+            names = " and ".join(dict.fromkeys(there))
+            lines.append(
+                f"fastest with {end.belief.name} {end.value:g}: {names}, not {' and '.join(dict.fromkeys(now))}"
+            )
+    return lines
+
+
+def fastest(rows: Sequence[Document]) -> tuple[str, str]:
+    """Return the names of the fastest exact preset, and of the fastest of all."""
+    timed = [row for row in rows if "step_s" in row]
+    exact = [row for row in timed if row["exact"]]
+    first, any_of_all = (min(some, key=lambda row: row["step_s"])["preset"] for some in (exact, timed))
+    return first, any_of_all
+
+
 def compared(rows: Sequence[Document]) -> list[str]:
+    """Return the table of all presets."""
     table = [["preset", "ms a step", "s an image", "over flat", "comm.", *GIGABYTES, "memory"]]
     for row in rows:
         if "error" in row:
@@ -341,8 +428,11 @@ def compared(rows: Sequence[Document]) -> list[str]:
 
 
 def explain(case: Case) -> list[str]:
-    """The spans of the rank that computes longest, of its main thread and lanes, in one layer of each kind, and whom
-    rank 0 sends what. case: of its own part."""
+    """Return lines with the spans of one layer of each kind, on the rank that computes longest, and with rank 0's
+    messages.
+
+    case: of the part of the ranks that shares a sequence.
+    """
     lines = []
     for kind, plans in plan_layers(case):
         for call, plan in plans.items():
@@ -355,7 +445,7 @@ def explain(case: Case) -> list[str]:
 
 
 def named(kind: CallKind, config: Config) -> str:
-    """What calls of a kind send, and what they do not wait for."""
+    """Return in words what calls of a kind send, and what they do not wait for."""
     if config.selection != "full":
         return "all tokens travel" if kind.whole else f"{kind.stable:.0%} of the tokens stay"
     if kind.whole:
@@ -367,8 +457,10 @@ def named(kind: CallKind, config: Config) -> str:
 
 
 def messages(case: Case) -> list[str]:
-    """The meshes of Ulysses and Ring that ranks and heads allow, and rank 0's plan of messages in its Ulysses group, of
-    q, k or v with all tokens, coded where the settings have a codec."""
+    """Return lines with the meshes that ranks and heads allow, and rank 0's messages in its Ulysses group.
+
+    The messages are those of q, k or v with all tokens, coded if the settings have a codec.
+    """
     if case.topology.size == 1:
         return ["one rank: nothing is sent"]
     lines = ["meshes of Ulysses and Ring, all ranks' MB of an attention call and ms of a layer (docs/exchange.md):"]
@@ -388,8 +480,8 @@ def messages(case: Case) -> list[str]:
 
 
 def meshes_table(case: Case) -> list[str]:
-    """Lines of all meshes with rings of keys, and of those with other rings that are faster than these; the one that is
-    taken is marked."""
+    """Return the table of all meshes with key rings, and of those other rings that are faster, with the chosen one
+    marked."""
     found = price_meshes(case.config.with_(ring="auto", ring_kind="auto", placement="auto"), case.topology, case.work)
     of_keys = by_key((one.mesh.ring, one.seconds) for one in found if one.mesh.kind == "keys")
     sent = ("sibling MB", "plane MB", "cross MB", "node MB", "busiest MB")
@@ -400,7 +492,7 @@ def meshes_table(case: Case) -> list[str]:
         name = "-" if 1 in (mesh.ring, mesh.ulysses) else f"{mesh.placement}, by {mesh.axis}"
         name += "" if mesh.kind == "keys" else f", {mesh.kind}"
         heads = mesh.heads(case.shape.heads)
-        idle = max(heads) * len(heads) / sum(heads)  # the cost of uneven heads: those of the fullest slot over the mean
+        idle = max(heads) * len(heads) / sum(heads)  # the cost of uneven heads: the largest number over the mean
         megabytes = [f"{count / 1e6:.2f}" for count in (*messages.bytes.values(), messages.busiest_node)]
         held = "-".join(map(str, sorted({*heads})))
         cells = [str(mesh.ulysses), str(mesh.ring), name, held, f"{idle:.3f}", *megabytes, f"{seconds * 1e3:.3f}"]
@@ -409,6 +501,7 @@ def meshes_table(case: Case) -> list[str]:
 
 
 def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int) -> list[str]:
+    """Return lines with the messages that a slot sends in one phase."""
     lines = []
     for peer, blocks in list(phase.sends.items())[:PEERS_SHOWN]:
         size = sum(layout.rows[block.rows] * layout.heads[block.heads] * cell for block in blocks)
@@ -420,7 +513,8 @@ def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int
 
 
 def plot_presets(rows: Sequence[Mapping[str, Any]], where: str, path: Path) -> None:
-    """A step's compute and open communication for every preset, and the bytes it sends over each class of links."""
+    """Draw every preset's compute and open communication in a step, and the bytes that it sends over each class of
+    links."""
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if "step_s" in row]

@@ -1,4 +1,4 @@
-"""`cocodiff verify`: whether a model gives on several ranks what it gives in one process."""
+"""`cocodiff verify`: test if a model gives the same result on several ranks as in one process."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run the subcommand, and return its exit code."""
     values = parse("verify", ABOUT, OPTIONS, words)
     check_counts(values, "steps", "height", "width", "frames", "ranks")
     if launch.size != 1:
@@ -54,8 +55,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def load(model: str) -> Any:
-    """Load a pipeline, or a transformer, from a folder. Its dtype is that in which most of the transformer is stored,
-    and float32 where that is none of fp32, bf16 and fp16."""
+    """Load a pipeline, or a transformer, from a folder.
+
+    Its dtype is that of most of the transformer's stored weights if it is bf16 or fp16, else float32. Raise UserError
+    if the folder has neither.
+    """
     import torch
 
     diffusers, folder = import_diffusers(), Path(model)
@@ -77,7 +81,10 @@ def load(model: str) -> Any:
 
 
 def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call: those of the file, in the target's dtype, or a pipeline's usual ones."""
+    """Return the arguments of a call: those in the file, in the target's dtype, or a pipeline's usual ones.
+
+    Raise UserError for a file that holds no such arguments, and for a transformer without a file.
+    """
     import torch
     from torch.utils._pytree import tree_map_only
 

@@ -1,5 +1,5 @@
-"""Communication between the ranks of a run, whichever library carries it, and the watch over ranks that are lost.
+"""The communication between the ranks of a run by any library, and the watch that finds lost ranks.
 
 Others use `transport` (the interface), `connect` and `launch` (from a launch to a transport) and `loopback` (ranks as
-threads). A transport's file is imported by the runs that use it.
+threads). A transport's file is imported only by the runs that use it.
 """

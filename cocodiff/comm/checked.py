@@ -16,31 +16,36 @@ from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_emp
 from cocodiff.config.errors import PeerLost
 from cocodiff.kernels.device import digest
 
-# Bytes that are summed at a time, with several times as much memory: what stays in a core's cache, or few launches.
+# Bytes that are summed at a time, which takes several times as much memory: on a CPU they stay in a core's cache, on
+# other devices they need few launches.
 PIECE = {"cpu": 2**18, "other": 2**26}
 
 
 class WrongMessage(PeerLost):
-    """A message came with other bits than it was sent with."""
+    """The error for a message that arrived with other bits than it was sent with."""
 
 
 class CheckedMessage(NamedTuple):
-    """A message that is to come here, and its checksum. number: from 1, of those from this peer in this group."""
+    """A message that is to be received, with its checksum."""
 
-    tensor: Tensor
-    total: Tensor
-    peer: int
-    number: int
-    lane: str
+    tensor: Tensor  # the message
+    total: Tensor  # its checksum, int64 [1]
+    peer: int  # index of the sender in the group
+    number: int  # from 1 on, among the messages from this peer in this group
+    lane: str  # name of the thread that posted it
 
     @property
     def both(self) -> Messages:
+        """The message and its checksum, as two messages."""
         return [(self.tensor, self.peer), (self.total, self.peer)]
 
 
 class CheckedGroup(Group):
-    """A group whose every message is followed by its checksum, 8 bytes in the same batch, made and compared where the
-    message lies. The message's number is in it: one that was lost is not replaced by the next."""
+    """A group in which every message is followed by its checksum, 8 bytes in the same batch.
+
+    Checksums are computed and compared on the message's device. They include the message's number, so that the next
+    message cannot pass for a lost one.
+    """
 
     def __init__(self, group: Group, health: Health) -> None:
         self._group, self._health = group, health
@@ -73,11 +78,11 @@ class CheckedGroup(Group):
         self._group.barrier()
 
     def await_from(self, peers: set[int]) -> None:
-        """Notes whom this rank waits for, so that a message that never comes has a name."""
+        """Tell the watch which peers this rank waits for, so that an error can name the sender of a missing message."""
         self._health.awaits(tuple(sorted(self.ranks[peer] for peer in peers)))
 
     def refuse(self, message: CheckedMessage) -> WrongMessage:
-        """Tells all ranks of a wrong message, and returns the error."""
+        """Tell all ranks of a wrong message, and return the error."""
         tensor, own, sender = message.tensor, self.ranks[self.index], self.ranks[message.peer]
         form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         lane = f" on {message.lane.replace('-', ' ')}" if message.lane.startswith("lane-") else ""
@@ -91,18 +96,22 @@ class CheckedGroup(Group):
 
 
 def check_messages(transport: LaneOwner) -> None:
-    """Has a checksum travel with every message from now on: a wrong message is an error that names both ranks. All
-    ranks call it, before they make groups."""
+    """Send a checksum with every message from now on. All ranks call this before they make groups."""
     transport.around = partial(CheckedGroup, health=transport.health)
-    for owner in filter(None, (transport, transport.carrier)):  # whose world has values
+    for owner in filter(None, (transport, transport.carrier)):  # the world group of each carries values
         owner.world = transport.around(owner.world)
 
 
 class CheckedPending:
-    """Messages with their checksums under way. The first `wait` compares, for which the host waits on accelerators."""
+    """The messages of a call in flight, with their checksums. The first `wait` compares them; on accelerators the host
+    waits for that."""
 
     def __init__(self, group: CheckedGroup, transfers: list[tuple[Pending, list[CheckedMessage]]]) -> None:
-        """transfers: with what each of them brings."""
+        """Hold messages.
+
+        Args:
+            transfers: each with the messages that it receives.
+        """
         self._group, self._transfers = group, transfers
 
     def wait(self) -> None:
@@ -120,9 +129,9 @@ class CheckedPending:
 
 
 def checksum(message: Tensor, number: int) -> Tensor:
-    """Of a message's bits and its number, int64 [1], where it lies."""
+    """Return the checksum of a message's bits and its number, int64 [1], on its device."""
     bits = message.view(-1).view(torch.uint8)
-    whole = len(bits) // 8 * 8  # what is no multiple of 8 bytes takes eight times the memory
+    whole = len(bits) // 8 * 8  # the remaining bytes are summed one by one, which takes eight times the memory
     piece = PIECE["cpu" if message.device.type == "cpu" else "other"]
     sums = [digest(bits[start : min(start + piece, whole)], start // 8) for start in range(0, whole, piece)]
     return torch.stack([*sums, digest(bits[whole:], -len(bits))]).sum().view(1) + number

@@ -1,7 +1,7 @@
-"""From a launch to a transport: opens the watch over the ranks, compares their settings, starts the library.
+"""The way from a launch to a transport: opens the watch over the ranks, compares their settings, starts the library.
 
 The watch is opened first, at an address that ranks learn from their launcher, so that all that follows is watched. A
-transport is imported by the runs that use it.
+transport is imported only by the runs that use it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ T = TypeVar("T")
 
 
 class Killer(NamedTuple):
-    """setting: as it stands in the environment; harm: what it does; remedy: what to do instead."""
+    """A setting that keeps messages from overlapping with computing."""
 
-    setting: str
-    harm: str
-    remedy: str
+    setting: str  # as in the environment, "NAME=value"
+    harm: str  # what it does
+    remedy: str  # what to do instead
 
 
 def overlap_killers(environment: Mapping[str, str], library: str, device: str) -> list[Killer]:
-    """Variables in the environment that make messages of `library` block on a device ("cpu", "xpu", "cuda")."""
+    """Return the variables in the environment that make messages of `library` block on a device ("cpu", "xpu",
+    "cuda")."""
 
     switches = [
         ("CCL_OP_SYNC", library in ONECCL, "makes every oneCCL call wait for its end"),
@@ -56,7 +57,7 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
         ("CUDA_LAUNCH_BLOCKING", device == "cuda", "makes every kernel launch wait for its end"),
     ]
     on = {name for name, _, _ in switches if environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")}
-    # Aurora's module sets CCL_OP_SYNC for collectives that are wrong without.
+    # Aurora's module sets CCL_OP_SYNC because some collectives give wrong results without it.
     found = [Killer(f"{n}=1", why, f"unset {n} unless modules set it") for n, read, why in switches if read and n in on]
     if library in ONECCL and device == "xpu" and environment.get("CCL_ATL_TRANSPORT", "").lower() == "ofi":
         harm = "makes oneCCL synchronous on GPU buffers"
@@ -65,29 +66,31 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
 
 
 log = logging.getLogger("cocodiff.comm")
-_watches: WeakSet[Watch] = WeakSet()  # of this process's runs
-OVER_MPI = ("mpi", "mpi-rma")
+_watches: WeakSet[Watch] = WeakSet()  # of this process's runs, maybe ended
+OVER_MPI = ("mpi", "mpi-rma")  # transports that need an MPI launcher
 EVERY_INTERFACE = ("0.0.0.0", "::")
-THROUGH_HOST = ("host", "mpi-rma")  # tensors of a device are copied: windows are in the host's memory
+THROUGH_HOST = ("host", "mpi-rma")  # transports that copy a device's tensors to host memory
 
 
 class _Meeting(NamedTuple):
-    """Where the ranks of a run meet. listener: rank 0's; store: of torch.distributed, where there is one already;
-    interface: the one that rank 0 listens on, "" elsewhere; on_loopback: whether ranks reach each other by it."""
+    """The result of the ranks' first contact."""
 
     rank: int
     size: int
-    address: tuple[str, int]
-    key: str
-    listener: socket.socket | None
-    store: Any
-    interface: str
-    on_loopback: bool
+    address: tuple[str, int]  # host and port of the watch
+    key: str  # the run's secret
+    listener: socket.socket | None  # listening socket of the watch, on rank 0
+    store: Any  # torch.distributed's store, if there is one already
+    interface: str  # address that rank 0 listens on; "" on other ranks
+    on_loopback: bool  # True if ranks reach each other by loopback
 
 
 def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.device, str]:
-    """A rank's device and what carries its messages, from the settings of these names. Ranks that were forked here see
-    the same devices, so that auto is host where they outnumber these; a launcher's may see devices of their own."""
+    """Return a rank's device and transport, from the settings of these names.
+
+    Forked ranks see the same devices. If they outnumber these, "auto" becomes "host". A launcher's ranks may each see
+    devices of their own.
+    """
     in_turns = transport in THROUGH_HOST or (transport == "auto" and launch.kind == "forked")
     found = rank_device(device, launch.local_rank, in_turns)
     sharing = ranks_on_device(found, launch.local_size or 1) if in_turns else 1
@@ -105,31 +108,31 @@ def connect(
     on_loss: Sequence[OnLoss] = (),
     check_messages: bool = False,
 ) -> Transport:
-    """The transport of this rank, with a watch over its peers.
+    """Connect this rank to the others and return its transport, with a watch over its peers.
 
-    name: of `Config.transport`; "auto" is MPI under an MPI launcher on CPU, else the backend of the device, and "host"
-    what auto is on a CPU, with copies of the device's tensors.
-    settings: what every rank must have been started with alike. check_messages: see `checked.check_messages`.
-    on_loss: see `Health.when_lost`; called for a loss during the start as well.
-    Raises UserError when the transport does not fit the launch or ranks were started differently, PeerLost when a rank
-    does not show up within `limits.start_s`.
+    Raise UserError if transport, launch and ranks' settings do not fit, and PeerLost if a rank does not start in time.
+
+    Args:
+        name: of `Config.transport`; see `_library`.
+        settings: must be the same on every rank.
+        on_loss: see `Health.when_lost`; also called for a loss during the start.
     """
     if launch.kind == "alone" and not dist.is_initialized():
         from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 
         return LoopbackTransport(LoopbackWorld(1), 0, device)
     through_host = name == "host" or (name in THROUGH_HOST and device.type != "cpu")
-    carried = torch.device("cpu") if through_host else device  # what the messages are in: with host, copies
+    carried = torch.device("cpu") if through_host else device  # where messages are; with host these are copies
     name = _library(launch, name, carried)
     owns = name not in OVER_MPI and not dist.is_initialized()
     if owns:
-        from cocodiff.comm.torch_dist import check_backend  # like every library: a run without messages needs none
+        from cocodiff.comm.torch_dist import check_backend  # here, because a run without messages needs no library
 
         check_backend(name, carried)
-    with ExitStack() as other_runs:  # in which a rank that starts one alone is missed
+    with ExitStack() as other_runs:  # if this rank alone starts a run, the other run's ranks miss it
         for other in [one for one in _watches if one.ongoing]:
             other.arrive("the start of another run")
-            other_runs.callback(other.check)  # what it knows says more than that nobody came here
+            other_runs.callback(other.check)  # its error says more than that no rank arrived here
             other_runs.enter_context(other.blocking())
         meeting = _meet(launch, limits)
         health = Health()
@@ -161,7 +164,11 @@ def connect(
 def _transport(
     launch: Launch, name: str, carried: torch.device, health: Health, owns: bool, gloo: bool = False
 ) -> LaneOwner:
-    """What carries tensors of the device `carried`. gloo: its groups are gloo's, whatever the default group's are."""
+    """Return the transport of messages on the device `carried`.
+
+    Args:
+        gloo: True to use gloo's groups, whatever the default group's are.
+    """
     if name == "mpi":
         from cocodiff.comm.mpi import MpiTransport
 
@@ -171,7 +178,7 @@ def _transport(
 
         return RmaTransport(health)
     carrier = None
-    if carried.type != "cpu":  # values go over host memory
+    if carried.type != "cpu":  # values are sent over host memory
         over_mpi = "mpi" if launch.kind == "mpi" else "gloo"
         carrier = _transport(launch, over_mpi, torch.device("cpu"), health, owns=False, gloo=True)
     from cocodiff.comm.torch_dist import TorchDistTransport
@@ -180,7 +187,11 @@ def _transport(
 
 
 def _library(launch: Launch, name: str, carried: torch.device) -> str:
-    """The carrier of messages, by the setting `transport`. Raises UserError where it does not fit the launch."""
+    """Return the library that carries messages, by the setting `transport`. Raise UserError if it does not fit the
+    launch.
+
+    "auto" is MPI under an MPI launcher on CPU, else the backend of the device. "host" is what "auto" is on a CPU.
+    """
     from cocodiff.comm.torch_dist import device_backend
 
     if name in ("auto", "host"):
@@ -195,7 +206,7 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
 
 
 def _tell_of_blocking(transport: LaneOwner) -> None:
-    """Rank 0 says what is wrong with windows, and in one line which settings keep messages from being hidden."""
+    """Warn, on rank 0, of drawbacks of one-sided messages, and of settings that keep messages from overlapping."""
     if transport.drawback and not transport.rank:
         log.warning("transport mpi-rma: %s", transport.drawback)
     killers = overlap_killers(os.environ, transport.library, transport.device.type)
@@ -204,11 +215,11 @@ def _tell_of_blocking(transport: LaneOwner) -> None:
         log.warning("messages will not be hidden: %s", listed)
 
 
-# Where ranks meet -----------------------------------------------------------------------------------------------------
+# First contact of ranks -----------------------------------------------------------------------------------------------
 
 
 def _meet(launch: Launch, limits: Limits) -> _Meeting:
-    """Makes the watch's address known to all ranks, over what their launcher gave them."""
+    """Make the watch's address known to all ranks, by the means that their launcher provides."""
     if launch.meeting is not None:
         assert launch.rank is not None and launch.size is not None
         there = launch.meeting
@@ -216,15 +227,16 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
         return _Meeting(launch.rank, launch.size, ("127.0.0.1", there.port), there.key, there.listener, file, "", True)
     if launch.kind == "mpi" and not dist.is_initialized():
         return _meet_over_mpi(launch, limits)
-    # Where a store's process is stopped once it listens, the library waits without a limit and heeds no signal.
+    # If a store's process is stopped after it began to listen, the library waits without a limit and ignores signals.
     meeting: Future[_Meeting] = Future()
     threading.Thread(target=_settle, args=(meeting, partial(_meet_at_store, launch, limits)), daemon=True).start()
-    if not wait([meeting], 2 * limits.start_s + BLAME_S).done:  # what the library notices by itself it tells before
+    if not wait([meeting], 2 * limits.start_s + BLAME_S).done:  # the library reports its own timeouts earlier
         raise PeerLost(0, f"does not answer{_store_address()} within {limits.start_s:g} s of the start")
     return meeting.result()
 
 
 def _settle(future: Future[T], job: Callable[[], T]) -> None:
+    """Run a job and put its result or error into a future."""
     try:
         future.set_result(job())
     except BaseException as error:
@@ -232,18 +244,21 @@ def _settle(future: Future[T], job: Callable[[], T]) -> None:
 
 
 def _store_address() -> str:
-    """Return where ranks look for the launcher's store, in words; "" where the caller's own store is used."""
+    """Return the address of the launcher's store as part of an error message; "" if the caller's own store is used."""
     return "" if dist.is_initialized() else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
-    """Meet at torch.distributed's store, which tells rank 0's word. All ranks come as often: a part of the store that
-    no earlier run of the same processes has written to is theirs. Raise PeerLost where the store, which is in rank 0's
-    process or its launcher's, does not answer, or the word does not come in time."""
+    """Exchange the watch's address over torch.distributed's store.
+
+    All ranks call this the same number of times, so each run has a part of the store of its own. Raise PeerLost if the
+    store, which is in the process of rank 0 or of its launcher, does not answer in time, or the address is not set in
+    time.
+    """
     store: Any
     began, at = time.monotonic(), _store_address()
     try:
-        if dist.is_initialized():  # by the caller, whose store is ours to use
+        if dist.is_initialized():  # the caller initialised it, and we use its store
             rank, size = dist.get_rank(), dist.get_world_size()
             store = dist.PrefixStore("cocodiff", dist.distributed_c10d._get_default_store())
         else:
@@ -263,7 +278,7 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
-    """MPI tells rank 0's word, and where the ranks will find torch.distributed's store."""
+    """Exchange the watch's address over MPI. torch.distributed's store is made later."""
     from cocodiff.comm.mpi_start import broadcast_over_mpi, check_told_size, initialised_mpi
     from cocodiff.comm.presence import Presence, limited_start
 
@@ -282,29 +297,33 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _on_one_host(launch: Launch, size: int) -> bool:
-    """Whether the launcher shows that all ranks are on one host: by their number, or as they meet on its loopback."""
+    """Return True if the launcher shows that all ranks are on one host: by their number, or by a loopback address."""
     return launch.local_size == size or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
 
 def _reachable_host(one_host: bool) -> str:
-    """Where rank 0 can be reached. The launcher knows best: ranks of one host may be in network namespaces of their
-    own, which share no loopback."""
+    """Return the host at which rank 0 can be reached.
+
+    The launcher's address has precedence: ranks of one host may be in separate network namespaces, which share no
+    loopback.
+    """
     return os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
 
 
 def _listen(one_host: bool, size: int) -> socket.socket:
-    """Rank 0's listening socket, on the one interface that the others reach it by where its name tells which."""
+    """Open rank 0's listening socket, on the one interface that the others reach it by, if its name determines that."""
     return listening_socket(_reachable_host(one_host), 0, one_host, size)
 
 
 def _invitation(listener: socket.socket, one_host: bool) -> str:
-    """Rank 0's word to the others: host and port of the watch, and the run's secret."""
+    """Return rank 0's message to the others: host and port of the watch, and the run's secret."""
     interface, port, *_ = listener.getsockname()
     host = _reachable_host(one_host) if interface in EVERY_INTERFACE else interface
     return json.dumps([host, port, secrets.token_hex(16)])
 
 
 def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, store: Any) -> _Meeting:
+    """Return the meeting that rank 0's message describes."""
     host, port, key = json.loads(word)
     own = "127.0.0.1" if host == socket.gethostname() else host
     interface = "" if listener is None else listener.getsockname()[0]
@@ -312,28 +331,34 @@ def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, s
 
 
 def is_loopback(address: str) -> bool:
+    """Return True if an address is of the loopback interface."""
     return address.startswith("127.") or address in ("localhost", "::1")
 
 
 def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket.socket:
-    """Listens on the one interface that `host` names, or on all where that cannot be told. one_host: all are on it."""
-    try:  # IPv4, where the name has both
+    """Listen on the interface that `host` names, or on all if that cannot be determined.
+
+    Args:
+        one_host: True if all ranks are on this host.
+        ranks: their number, for the backlog.
+    """
+    try:  # IPv4, if the name has both
         family, *_, (address, *_) = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda one: one[0])
     except OSError:
         family, address = socket.AF_INET, ""
     serve = partial(socket.create_server, family=family, backlog=ranks + 64, dualstack_ipv6=family == socket.AF_INET6)
-    # A host's own name often means its loopback to itself and another interface to the others.
+    # A host often resolves its own name to loopback, and the others resolve it to another interface.
     interface = "" if is_loopback(str(address)) and not one_host else address
     try:
         return serve((interface, port))
-    except OSError:  # an address that is not this host's own, behind a translation
+    except OSError:  # not an address of this host, but of an address translation
         return serve(("", port))
 
 
 def hosted_store(
     host: str, port: int, size: int, limit: timedelta, listener: socket.socket, multi_tenant: bool = False
 ) -> Any:
-    """A store of this process. It is given its listening socket: one of its own would be open on all interfaces."""
+    """Open a store in this process on a given listening socket. A socket of its own would be open on all interfaces."""
     fd = listener.detach()
     return dist.TCPStore(host, port, size, True, limit, False, multi_tenant=multi_tenant, master_listen_fd=fd)
 
@@ -342,8 +367,15 @@ def hosted_store(
 def launcher_store(
     host: str, port: int, rank: int, size: int, hosted: bool, attempt: str, start_s: float, one_host: bool
 ) -> Any:
-    """Return the store of torchrun, or of whoever set MASTER_ADDR and MASTER_PORT, kept as long as the process: a later
-    run of the same ranks meets at the same one. hosted: rank 0 connects to one as well, else it makes it."""
+    """Return the store of torchrun, or the one at MASTER_ADDR and MASTER_PORT.
+
+    It is kept as long as the process, so a later run of the same ranks uses the same one.
+
+    Args:
+        hosted: True if the launcher has the store, so that rank 0 connects to it too; else rank 0 opens it.
+        attempt: number of the launcher's restart.
+        one_host: True if all ranks are on one host.
+    """
     limit = timedelta(seconds=start_s)
     if rank == 0 and not hosted:
         store = _own_store(host, port, size, limit, one_host)
@@ -353,8 +385,11 @@ def launcher_store(
 
 
 def _own_store(host: str, port: int, size: int, limit: timedelta, one_host: bool) -> Any:
-    """Return rank 0's store, at the port that the others know: another one of this process where it has one there.
-    Raises UserError where another program has the port."""
+    """Return rank 0's store at the port that the others know. If this process has another store there, that one is
+    used.
+
+    Raise UserError if another program has the port.
+    """
     try:
         listener = listening_socket(host, port, one_host, size)
     except OSError as taken:
@@ -369,7 +404,7 @@ def _own_store(host: str, port: int, size: int, limit: timedelta, one_host: bool
 def environment_store(
     rank: int, size: int, start_s: float, one_host: bool, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """`launcher_store` by the environment. Raises UserError where that says no address."""
+    """Return `launcher_store` for the environment. Raise UserError if that has no address."""
     env = os.environ if environment is None else environment
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
@@ -383,7 +418,7 @@ def environment_store(
 
 
 def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: Limits) -> None:
-    """Starts torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 makes one."""
+    """Start torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 opens one."""
     from cocodiff.comm.torch_dist import NEVER, initialise
 
     store = _store_over_mpi(meeting, limits) if meeting.store is None else meeting.store
@@ -392,7 +427,7 @@ def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: L
 
 
 def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
-    """A store on rank 0, at a port that is free there and that MPI tells the others."""
+    """Open a store on rank 0 at a free port, tell the others by MPI, and return each rank's store."""
     from cocodiff.comm.mpi_start import broadcast_over_mpi, initialised_mpi
 
     limit, port = timedelta(seconds=limits.start_s), None
@@ -406,21 +441,21 @@ def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
 
 
 def _finish_mpi(health: Health, limit_s: float) -> None:
-    """At the end of the process: no rank waits in MPI_Finalize for one that will not come, nor keeps others waiting."""
+    """Finish MPI at the end of the process. Neither this rank nor others wait for ever in MPI_Finalize."""
     from mpi4py import MPI
 
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
-    uncaught = getattr(sys, "last_value", None)  # Python's own note of an exception that ended the program
+    uncaught = getattr(sys, "last_value", None)  # the exception that ended the program
     if uncaught is not None:
-        health.fail(f"{type(uncaught).__name__}: {uncaught}")  # nobody else has, where it was outside a `with` block
+        health.fail(f"{type(uncaught).__name__}: {uncaught}")  # outside of a `with` block it was not reported yet
     try:
         health.check()
     except Exception:
         print(end="", flush=True)  # to stdout, which may be closed
         health.leave()
         os._exit(1)
-    # Ranks that failed after this one had left never come, and MPI_Finalize lets no Python thread run meanwhile.
+    # A rank that failed after this one had left never gets here, and MPI_Finalize lets no Python thread run meanwhile.
     with Path(os.devnull).open("w") as nowhere:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=nowhere)
         MPI.Finalize()

@@ -1,4 +1,5 @@
-"""Groups by the links that they use: the ranks that an exchange's messages join, and those of each node by itself."""
+"""The groups of ranks by the links that they use: the ranks that an exchange's messages join, and the ranks of each
+node."""
 
 from __future__ import annotations
 
@@ -10,17 +11,23 @@ from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending
 from cocodiff.config.machine import Topology
 from cocodiff.topology.routes.plans import plan_of
 
-# Backends of which a process group with ranks of several nodes passes all that it sends through the host's memory, also
-# between tiles of a card (oneCCL 2021.17: send and receive ask where the group's ranks are). Of an all-to-all that is
-# not so, but what stays on a node waits there for what leaves it (src/coll/algorithms/alltoallv.cpp).
+# Backends whose process groups with ranks of several nodes pass all messages through the host's memory, also between
+# tiles of a card (oneCCL 2021.17: send and receive ask where the group's ranks are). All-to-alls do not, but there
+# messages within a node wait for those between nodes (src/coll/algorithms/alltoallv.cpp).
 STAGED = ("xccl", "ccl")
 Ranks = tuple[int, ...]
 MakeGroup = Callable[[Ranks], Group]
 
 
 def group_ranks(topology: Topology, rank: int, lane: str, names: Collection[str], nic_balance: bool) -> Ranks:
-    """Return the ranks, ascending, of the group that carries this rank's messages of a link group: those that messages
-    join to it, by way of others too. names: of the exchanges whose messages these are."""
+    """Return the ranks, ascending, of the group that carries this rank's messages of a link group.
+
+    These are all ranks that messages join to it, directly or by way of others.
+
+    Args:
+        lane: the link group, "sibling" or "plane".
+        names: the exchanges that the group is for.
+    """
     joined, waiting = {rank}, [rank]
     while waiting and len(joined) < topology.size:
         phases = [phase for name in names for phase in plan_of(topology, waiting[-1], name, nic_balance)]
@@ -31,24 +38,32 @@ def group_ranks(topology: Topology, rank: int, lane: str, names: Collection[str]
 
 
 def nodes_to_tell_apart(transport: LaneOwner) -> Sequence[Any]:
-    """Return `LaneOwner.node_of`: the name of each rank's host, as oneCCL has it. All ranks call it."""
+    """Return `LaneOwner.node_of`: each rank's host name if the library needs groups by node, else (). All ranks call
+    this."""
     return transport.values_of_all(socket.gethostname(), "the names of nodes") if transport.library in STAGED else ()
 
 
 def group_by_node(make: MakeGroup, ranks: Ranks, rank: int, node_of: Sequence[Any], whole: Group | None) -> Group:
-    """Make a group whose messages within a node do not pass through the host's memory. All ranks call it alike.
+    """Make a group whose messages within a node do not pass through the host's memory. All ranks call this together.
 
-    make: makes one of the library's. rank: this one. node_of: see `LaneOwner`. whole: one of the library's of all
-    these ranks that is there already."""
+    Args:
+        make: makes a group of the library.
+        rank: this rank.
+        node_of: see `LaneOwner`.
+        whole: an existing group of the library with all these ranks.
+    """
     here = tuple(other for other in ranks if node_of[other] == node_of[rank])
-    near = make(here)  # two on every rank, if of itself alone: see `Transport.group`
+    near = make(here)  # every rank makes two groups, if only of itself: see `Transport.group`
     whole = whole or make((rank,) if here == ranks else ranks)
     return near if here == ranks else whole if len(here) == 1 else GroupByNode(near, whole)
 
 
 class GroupByNode(Group):
-    """Ranks of several nodes. Messages between ranks of one node go over a group of that node's ranks alone, all others
-    over one of all ranks, in each call in this order."""
+    """A group with ranks of several nodes.
+
+    In each call, messages between ranks of one node are posted first, in a group of that node's ranks. The others
+    follow in a group of all ranks.
+    """
 
     def __init__(self, near: Group, whole: Group) -> None:
         self._near, self._whole = near, whole
@@ -66,6 +81,7 @@ class GroupByNode(Group):
         return self._apart(self._near.collective, self._whole.collective, sends, recvs)
 
     def _apart(self, near: Callable[..., Pending], far: Callable[..., Pending], *lists: Messages) -> Pending:
+        """Post messages within the node and then the others."""
         on_node = near(*([(x, self._at[peer]) for x, peer in some if peer in self._at] for some in lists))
         return Both(on_node, far(*([(x, p) for x, p in some if p not in self._at] for some in lists)))
 
@@ -74,7 +90,7 @@ class GroupByNode(Group):
 
 
 class Both(NamedTuple):
-    """Two transfers under way."""
+    """A pair of transfers in flight."""
 
     first: Pending
     second: Pending

@@ -1,15 +1,17 @@
-"""Who is alive: a watch that turns a dead, failed or silent rank into an error that names it, on every survivor.
+"""The watch, which turns a dead, failed or silent rank into an error that names it, on every surviving rank.
 
-Rank 0 keeps a socket to every other rank. A rank that dies closes its socket and is noticed at once; one that fails
-says so before it leaves; one that is stopped misses its heartbeats and is given up after `timeout_s`. Heartbeats come
-from a thread of their own, so a rank that is busy, or whose main thread hangs, still sends them: they tell which call
-its main thread has come to, and a rank that others have waited for as long as `stall_s` is given up as well. What
-rank 0 learns it tells everybody; when rank 0 itself goes, every rank sees its own socket close. The watch is apart from
-the transport, whose own errors name no rank or never come. Here are its sockets and its thread; what follows from a
-message, or from none, is decided in `peers.py`.
+Rank 0 keeps a socket to every other rank. If a rank dies its socket closes, which is noticed at once. A rank that fails
+reports it before it leaves. A rank that is stopped misses its heartbeats, and is given up after `timeout_s`. Heartbeats
+come from a separate thread, so a rank that is busy, or whose main thread hangs, still sends them. They name the call
+that its main thread is in. A rank that others have waited for as long as `stall_s` is given up as well.
 
-Anybody who reaches rank 0's port may connect, so nothing that is sent before the run's secret is trusted: it must come
-as one short line within a few seconds, strangers wait beside the ranks and not before them, and only so many of them.
+Rank 0 passes on to all ranks what it learns. If rank 0 itself is lost, every rank sees its own socket close. The watch
+is separate from the transport, whose own errors name no rank or never occur. This module has its sockets and its
+thread; `peers.py` decides what follows from a message, or from none.
+
+Any process that reaches rank 0's port may connect, so nothing that is sent before the run's secret is trusted. The
+secret must arrive as one short line within a few seconds. Ranks do not wait for unknown connections, and the number of
+these is limited.
 """
 
 from __future__ import annotations
@@ -30,47 +32,59 @@ from zlib import crc32
 from cocodiff.comm.peers import BLAME_S, ROUND_S, Limits, Message, Peers
 from cocodiff.config.errors import PeerLost, UserError
 
-REFUSED_S = 10.0  # how long rank 0 may be out of reach, a full backlog or a slow network
-LEAVE_S = 10.0  # how long a rank that fails waits for the others' last words
-HELLO_S = 5.0  # within which a connection must have said who it is
-HELLO_BYTES = 4096
-LINE_BYTES = 64 << 20  # of a rank that was admitted; its settings may list many files
-SEND_S = 5.0  # a peer that reads nothing for so long is not waited for
-STRANGERS = 32  # connections beside the run's own that may be undecided at a time
+# Times in seconds and sizes in bytes.
+REFUSED_S = 10.0  # longest time in which rank 0 may refuse connections: a full backlog or a slow network
+LEAVE_S = 10.0  # longest time that a failing rank waits for the others to leave
+HELLO_S = 5.0  # longest time until a connection identifies itself
+HELLO_BYTES = 4096  # longest message that identifies a connection
+LINE_BYTES = 64 << 20  # longest message of an admitted rank; its settings may list many files
+SEND_S = 5.0  # longest time that a send waits for a peer to read
+STRANGERS = 32  # most unidentified connections at a time, besides the run's own
 OnLoss = Callable[[BaseException], None]
-CALL = ContextVar("CALL", default="the start")  # the call that a thread works for: a lane's jobs have their submitter's
+CALL = ContextVar("CALL", default="the start")  # the call that a thread works for; lanes take it from the submitter
 
 
 def call_tag(bits: int) -> int:
-    """Return the number of the current call's name, which its messages carry: no other call's receive takes them."""
+    """Return a number of `bits` bits for the current call's name. Messages carry it, so that no other call receives
+    them."""
     return crc32(CALL.get().encode()) >> (32 - bits)
 
 
 class Health:
-    """Knows whether a peer was lost. This one is of a run of one rank, which has none; see `Watch`."""
+    """The state of a run's ranks. This base class is for runs of one rank, which has no peers; see `Watch`."""
 
     def check(self) -> None:
-        """Raises PeerLost when a rank died, failed or fell silent."""
+        """Raise PeerLost if a rank died, failed or fell silent."""
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Note that this thread begins a call, named `at`, that all ranks make, or all of `among`, as often, in one
-        order and by the same name. A rank that others wait for in it, and that does not come, is lost in the end.
-        Raises PeerLost where this rank has been told of a loss before: who has caught that does not go on."""
+        """Report that this thread begins a call that all ranks make, or all of `among`.
+
+        They make such calls in the same order and by the same names. A rank that others wait for in a call, and that
+        never makes it, is reported as lost in the end. Raise PeerLost if this rank has been told of a loss before: code
+        that caught the error does not continue.
+
+        Args:
+            at: name of the call.
+            among: the ranks that make it, by numbers in the whole run; () for all.
+        """
         CALL.set(at)
 
     def still_waiting(self) -> None:
-        """Notes that this thread waits for other ranks; called again and again meanwhile. Raises PeerLost."""
+        """Report that this thread waits for other ranks; called repeatedly meanwhile. Raise PeerLost if a rank was
+        lost."""
 
     def awaits(self, ranks: tuple[int, ...]) -> None:
-        """Notes whose messages this thread waits for, by numbers in the whole run, for the error should none come."""
+        """Report the ranks whose messages this thread waits for, by numbers in the whole run. An error names them if
+        none arrives."""
 
     def blame(self, error: BaseException) -> BaseException:
-        """The PeerLost behind a transport error, when one turns up shortly; else the error itself."""
+        """Return the PeerLost behind a transport's error, if there is one soon; else the error itself."""
         return error
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """A library whose connection to a rank comes to nothing does not know why: the watch does, in a moment."""
+        """Replace errors of a library inside the `with` block by the PeerLost behind them, if the watch soon finds
+        one."""
         try:
             yield
         except (PeerLost, UserError):
@@ -82,33 +96,48 @@ class Health:
             raise blamed from error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
-        """Tells all peers that this rank leaves with an error, or has found a user's mistake, which is every rank's."""
+        """Tell all peers that this rank leaves with an error.
+
+        Args:
+            mistake: True if the error is the user's mistake, which ends every rank with the same UserError.
+        """
 
     def when_lost(self, action: OnLoss) -> None:
-        """Calls `action` with the error at once when a peer is lost, from a thread of its own."""
+        """Register a function to call with the error as soon as a peer is lost. It is called on another thread."""
 
     def blocking(self) -> AbstractContextManager[None]:
-        """For a call into a library that no error reaches: should a peer be lost and the main thread not come back
-        from it soon, the process ends with the loss as its last words. Raises PeerLost when one is lost already."""
+        """Mark a `with` block as a call into a library that no error can interrupt. Raise PeerLost if a peer is lost
+        already.
+
+        If a peer is lost and the main thread does not return from the call soon, the process ends and prints the loss.
+        """
         return nullcontext()
 
     def leave(self) -> None:
-        """Before this process ends with an error: waits until all peers have come here too or are gone, for ten seconds
-        at most. A launcher kills a job at its first bad exit."""
+        """Wait, before this process ends with an error, until all peers have left too, for at most ten seconds.
+
+        A launcher ends a job at its first bad exit code.
+        """
 
     def close(self) -> None:
-        """Leaves in good order, after the peers' last messages."""
+        """Leave without an error, after the peers' last messages."""
 
 
 def end_process(last_words: str) -> None:
+    """Print a message to stderr and end the process."""
     os.write(2, last_words.encode())
     os._exit(1)
 
 
 class Line:
-    """JSON messages over a socket, one a line. rank: at its other end, None while it has not shown that it is one."""
+    """A connection for JSON messages, one a line."""
 
     def __init__(self, connection: socket.socket, rank: int | None = None) -> None:
+        """Prepare a socket.
+
+        Args:
+            rank: the rank at the other end; None until it has identified itself.
+        """
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SEND_S)
         self.socket, self.rank, self.deadline = connection, rank, time.monotonic() + HELLO_S
@@ -116,11 +145,12 @@ class Line:
         self._lock = threading.Lock()
 
     def send(self, **message: Any) -> None:
+        """Send one message."""
         with self._lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """The whole messages that have arrived, None when the other side is gone or sends what no rank does."""
+        """Return the complete messages that have arrived; None if the other end has closed or breaks the protocol."""
         at_once, most = (HELLO_BYTES, HELLO_BYTES) if self.rank is None else (1 << 16, LINE_BYTES)
         try:
             data = self.socket.recv(at_once)
@@ -138,7 +168,7 @@ class Line:
 
 
 class Watch(Health):
-    """One rank's end of the watch; on rank 0 also its hub."""
+    """The part of one rank in the watch. On rank 0 it also connects all others."""
 
     def __init__(
         self,
@@ -151,19 +181,21 @@ class Watch(Health):
         on_loss: Sequence[OnLoss] = (),
         end: Callable[[str], None] = end_process,
     ) -> None:
-        """Connects all ranks and compares their settings.
+        """Connect all ranks and compare their settings.
 
-        endpoint: rank 0's listening socket; elsewhere its (host, port).
-        key: the run's own word, so that a stranger on the port is turned away.
-        settings: name -> value; a rank whose settings differ from rank 0's is refused on every rank, with the name.
-        on_loss: see `when_lost`; told from the first moment on.
-        end: ends this process, with its last words, where a loss does not reach its main thread.
-        Raises UserError for different settings, PeerLost when a rank does not show up within `limits.start_s`.
+        Raise UserError if settings differ, and PeerLost if a rank does not start within `limits.start_s`.
+
+        Args:
+            endpoint: rank 0's listening socket; on other ranks its (host, port).
+            key: the run's secret, by which unknown connections are refused.
+            settings: values by name. If a rank's differ from rank 0's, every rank is refused, with the name.
+            on_loss: see `when_lost`; called from the start on.
+            end: ends this process with a message if a loss does not reach its main thread.
         """
         self.rank, self._end, self._actions, self._key = rank, end, list(on_loss), key
         self._peers = peers = Peers(rank, size, settings, limits, time.monotonic)
         self._lines: dict[int, Line] = {}
-        self._missing = set(range(1, size))  # on rank 0: who has not joined
+        self._missing = set(range(1, size))  # on rank 0: ranks that have not joined
         self._changed = threading.Condition()  # guards the peers
         self._ended = False
         self._selector = selectors.DefaultSelector()
@@ -176,7 +208,7 @@ class Watch(Health):
             self._selector.register(self._lines[0].socket, selectors.EVENT_READ, self._lines[0])
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
         with self._changed:
-            # Rank 0 waits for whoever is missing, and knows who it is; the others wait a little longer.
+            # Rank 0 waits for missing ranks and can name them; the others wait a little longer for its message.
             patience_s = limits.start_s + (BLAME_S if rank else 0.0)
             ready = self._changed.wait_for(lambda: peers.lost or peers.agreed, timeout=patience_s)
         if not ready:
@@ -190,7 +222,7 @@ class Watch(Health):
 
     def check(self) -> None:
         if self._peers.lost is not None:
-            with self._changed:  # the others have been told by then
+            with self._changed:  # by then the others have been told
                 self._peers.raised = True
             raise self._peers.lost
 
@@ -208,13 +240,13 @@ class Watch(Health):
         self._peers.own.awaits(ranks)
 
     def when_lost(self, action: OnLoss) -> None:
-        self._actions.append(action)  # launchers kill a job soon, and the main thread may be deep in a computation
+        self._actions.append(action)  # launchers end a job soon, and the main thread may be busy
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
         self.check()
         if threading.current_thread() is not threading.main_thread():
-            yield  # the main thread hears of the loss itself
+            yield  # the main thread gets the error itself
             return
         own = self._peers.own
         own.blocked_since = own.now()
@@ -244,8 +276,11 @@ class Watch(Health):
             self._changed.wait_for(lambda: self._ended or self._peers.all_left, timeout=LEAVE_S)
 
     def close(self) -> None:
-        """Says goodbye. Rank 0 stays until the others have said theirs, so that a late failure still reaches them, and
-        the watch finds who never would."""
+        """Leave without an error.
+
+        Rank 0 stays until all others have left, so that a failure at the end still reaches them, and the watch finds
+        ranks that never leave.
+        """
         if self._peers.closing:
             return
         self._tell(self._peers.goodbye())
@@ -260,7 +295,7 @@ class Watch(Health):
     # Start-up -------------------------------------------------------------------------------------------------------
 
     def _join(self, address: tuple[str, int], settings: dict[str, str]) -> Line:
-        """This rank's line to rank 0, which may not be listening yet."""
+        """Connect this rank to rank 0, which may not be listening yet."""
         deadline, error = time.monotonic() + self._peers.limits.start_s, ""
         refused_until = deadline
         while time.monotonic() < min(deadline, refused_until):
@@ -277,19 +312,22 @@ class Watch(Health):
                 for message in welcome:
                     self._update(self._peers.hear, 0, message, self._peers.own.now())
                 return line
-            # It listened before its address was known: who is refused for long comes too late, or it is gone.
+            # Rank 0 listens before its address is known. If it refuses for long, it has left or this rank is too late.
             refused_until = min(refused_until, time.monotonic() + REFUSED_S)
             time.sleep(0.1)
         raise PeerLost(0, f"does not answer at {address[0]}:{address[1]}{error}")
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # it left before its turn came
+        """Accept a connection, whose rank is not known yet."""
+        with suppress(OSError):  # it closed before it was accepted
             line = Line(listener.accept()[0])
             self._selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _admit(self, line: Line, messages: list[Message]) -> list[Message] | None:
-        """What comes behind the first message, where that is of a missing rank that knows the run's secret; else None:
-        it is a stranger's, or a rank is there already."""
+        """Identify a connection by its first message. Return the messages after it.
+
+        Return None if it is not from a missing rank that knows the run's secret.
+        """
         hello, *more = messages
         rank, key = hello.get("hello"), hello.get("key")
         if type(rank) is not int or type(key) is not str or rank not in self._missing:
@@ -298,14 +336,19 @@ class Watch(Health):
             return None
         self._missing.discard(rank)
         line.rank, self._lines[rank] = rank, line
-        with suppress(OSError):  # the next look at it tells that it is gone
+        with suppress(OSError):  # a closed connection is noticed at the next receive
             line.send(welcome=True)
-            for message in self._peers.known_loss():  # from before this rank came
+            for message in self._peers.known_loss():  # losses from before this rank joined
                 line.send(**message)
         return more
 
     def _turn_away_strangers(self, everybody: bool) -> None:
-        """Those who have not said in time who they are, and the oldest of too many: ranks say so at once."""
+        """Close connections that did not identify themselves in time, and the oldest ones of too many. Ranks do so at
+        once.
+
+        Args:
+            everybody: True to close all that have not.
+        """
         now, lines = time.monotonic(), [key.data for key in self._selector.get_map().values()]
         undecided = [line for line in lines if line is not None and line.rank is None]
         too_many = len(undecided) - self._peers.size - STRANGERS
@@ -314,19 +357,22 @@ class Watch(Health):
                 self._turn_away(line)
 
     def _turn_away(self, line: Line) -> None:
+        """Close a connection."""
         self._selector.unregister(line.socket)
         line.socket.close()
 
     # Running --------------------------------------------------------------------------------------------------------
 
     def _tell(self, messages: list[Message]) -> None:
+        """Send messages to all ranks that this one has a line to."""
         for message in messages:
             for line in list(self._lines.values()):
-                with suppress(OSError):  # the listener notices who is gone
+                with suppress(OSError):  # the listening thread notices closed connections
                     line.send(**message)
 
     def _update(self, change: Callable[..., list[Message]], *arguments: object) -> None:
-        """Changes what is known of the peers, and tells them, and those who wait for a loss here, what follows."""
+        """Change what is known of the peers, and report the consequences to other ranks, waiting threads and
+        `when_lost`."""
         with self._changed:
             heeded = self._peers.lost is None and not self._peers.raised
             self._tell(change(*arguments))
@@ -336,11 +382,12 @@ class Watch(Health):
                 action(self._peers.lost)
 
     def _listen(self) -> None:
+        """Run the thread of the watch: receive messages, accept connections, and look at the clock."""
         until = time.monotonic() + self._peers.limits.start_s
         with self._selector:
             while not self._ended:
                 events = self._selector.select(timeout=ROUND_S)
-                now = self._peers.wake(time.monotonic())  # a stop of this process in a round is seen in the next one
+                now = self._peers.wake(time.monotonic())  # the next round notices if this process was stopped
                 for key, _ in events:
                     if key.data is not None:
                         self._hear(key.data, now)
@@ -360,6 +407,7 @@ class Watch(Health):
                     return
 
     def _hear(self, line: Line, now: float) -> None:
+        """Receive and handle the messages of one connection."""
         messages = line.receive()
         if messages and line.rank is None:
             messages = self._admit(line, messages)

@@ -1,11 +1,11 @@
-"""Tensors of an accelerator over the CPU's messages: through pinned host memory, over gloo or MPI.
+"""The sending of an accelerator's tensors as CPU messages: through pinned host memory, over gloo or MPI.
 
-Nothing is asked of a vendor's communication library, so several ranks may share a device of any make, and a library
-that misbehaves can be done without. What is sent is copied to the host on the caller's stream, and leaves when these
-copies are done; what is received is copied to the device on the stream that waits for it. The host waits once for each
-call that sends, for its copies, and once for the messages: on a lane's thread, while the main thread goes on.
+This uses no communication library of a vendor. So several ranks may share a device of any make, and a faulty library
+can be avoided. Tensors to send are copied to the host on the caller's stream, and are sent when these copies are done.
+Received ones are copied to the device on the stream that waits for them. The host waits once for the copies of each
+call that sends, and once for the messages. That is on a lane's thread, while the main thread continues.
 
-On a CPU tensors take the same way, without pinned memory: so the tests of the other transports try this one too.
+On a CPU tensors take the same way without pinned memory, so the tests of the other transports cover this one too.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from torch import Tensor
 from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.kernels.device import StreamMark, used_on_current_stream
 
-ALIGNED = 64  # bytes; where messages of a call begin in their common buffer
-THROUGH_HOST = "host memory"  # what carries messages, in words
+ALIGNED = 64  # bytes; messages of a call begin at multiples of it in their common buffer
+THROUGH_HOST = "host memory"  # name of the carrier, for messages to the user
 
 
 def host_memory(size: int, device: torch.device) -> Tensor:
-    """For bytes to and from a device, uint8 [size]: pinned, which torch keeps for use again once all copies from and to
-    it are through. On the CPU whatever the caller's default device is."""
+    """Return memory for bytes to and from a device, uint8 [size], on the CPU regardless of the default device.
+
+    For an accelerator it is pinned. torch reuses it once all copies from and to it are done.
+    """
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
 
 
 class Staged:
-    """Tensors of one call in a common buffer in host memory."""
+    """The tensors of one call in a common buffer in host memory."""
 
     def __init__(self, messages: Messages, device: torch.device) -> None:
-        """messages: tensors on the device, with their peers."""
+        """Allocate the buffer.
+
+        Args:
+            messages: tensors on the device, with their peers.
+        """
         starts = [0]
         for tensor, _ in messages:
             starts.append(-(-(starts[-1] + tensor.nbytes) // ALIGNED) * ALIGNED)
@@ -43,25 +49,34 @@ class Staged:
         self.on_host = [(buffer[start : start + tensor.nbytes], peer) for start, (tensor, peer) in placed]
 
     def to_host(self) -> None:
+        """Start copying all tensors to the buffer."""
         for tensor, (host, _) in zip(self.tensors, self.on_host, strict=True):
             host.copy_(_bits(tensor), non_blocking=True)
 
     def to_device(self, number: int) -> None:
-        """Copies one tensor on the current stream."""
+        """Start copying tensor `number` from the buffer, on the current stream."""
         _bits(used_on_current_stream(self.tensors[number])).copy_(self.on_host[number][0], non_blocking=True)
 
 
 class HostPending:
-    """Messages of one call under way. The first `wait` blocks its thread until they are here and copies them on its
-    stream; every `wait` orders its stream behind these copies."""
+    """The messages of one call in flight.
+
+    The first `wait` blocks its thread until they have arrived and copies them on its stream. Every `wait` makes its
+    stream wait for these copies.
+    """
 
     def __init__(
         self, device: torch.device, sent: tuple[Staged, Pending] | None, received: tuple[Staged, list[Pending]] | None
     ) -> None:
-        """received: with one transfer for each tensor."""
+        """Hold messages.
+
+        Args:
+            sent: tensors in host memory and the transfer of all; None if nothing is sent.
+            received: tensors in host memory and one transfer for each; None if nothing is received.
+        """
         self._device, self._sent, self._received = device, sent, received
         self._on_device = received[0].tensors if received is not None else []
-        self._posted = StreamMark(device)  # memory that is received into may have had another use until here
+        self._posted = StreamMark(device)  # until here the memory to receive into may be in use
         self._lock = threading.Lock()
         self._done: StreamMark | None = None
 
@@ -76,6 +91,7 @@ class HostPending:
         used_on_current_stream(self._on_device)
 
     def _finish(self) -> None:
+        """Wait for the messages and copy received ones to the device."""
         if self._received is not None:
             staged, transfers = self._received
             for number, transfer in enumerate(transfers):
@@ -87,8 +103,10 @@ class HostPending:
 
 
 class HostGroup(Group):
-    """Ranks that share a group of the CPU's. Calls take all messages of a phase together: one launch packs them, and
-    the host waits once."""
+    """A group of device tensors over a group of the CPU.
+
+    A call takes all messages of a phase together, so that one launch packs them and the host waits once.
+    """
 
     receives_ahead = False
 
@@ -114,10 +132,14 @@ class HostGroup(Group):
 
 
 class HostTransport(LaneOwner):
-    """A transport of CPU tensors, for those of a device. Lanes have streams of the device."""
+    """A transport for tensors of a device over one for CPU tensors. Its lanes have streams of the device."""
 
     def __init__(self, carrier: LaneOwner, device: torch.device) -> None:
-        """carrier: gloo's or MPI's, closed with this one."""
+        """Wrap a transport.
+
+        Args:
+            carrier: gloo's or MPI's; closed with this one.
+        """
         super().__init__(device, carrier.health)
         self.rank, self.size, self.library = carrier.rank, carrier.size, f"{THROUGH_HOST} over {carrier.library}"
         self.carrier, self._group_on_host, self.drawback = carrier, carrier.group, carrier.drawback
@@ -128,4 +150,5 @@ class HostTransport(LaneOwner):
 
 
 def _bits(tensor: Tensor) -> Any:
+    """Return a tensor's memory as bytes."""
     return tensor.view(-1).view(torch.uint8)

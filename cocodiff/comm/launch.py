@@ -1,5 +1,7 @@
-"""How this process was started: alone, forked by us, by torchrun, or by an MPI launcher; on an emulated machine or not;
-and where an MPI launcher is. Reads the environment, and the list of nodes that it names, alone."""
+"""The launch of this process: alone, forked by us, by torchrun or by an MPI launcher; maybe on an emulated machine.
+
+This module also finds MPI launchers. It reads only the environment, and the list of nodes that it names.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from typing import Any
 
 from cocodiff.config.errors import UserError
 
-# A rank's own number on its node, by launcher; asked in this order.
+# Variables with a rank's number on its node, by launcher; the first that is set counts.
 LOCAL_RANK = (
     "LOCAL_RANK",
     "PALS_LOCAL_RANKID",
@@ -29,46 +31,49 @@ LOCAL_RANK = (
 )
 LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "PALS_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MPI_RANK = ("PMI_RANK", "PALS_RANKID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-MPI_SIZE = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE")  # PALS sets none
-RANKS = "COCODIFF_RANKS"  # how many ranks there are, by the job's script; the launcher's own word comes first
-# Of srun's tasks. A batch script and salloc's shell have all but a step's number, or one of ten digits.
+MPI_SIZE = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE")  # PALS sets no such variable
+RANKS = "COCODIFF_RANKS"  # variable with the number of ranks, set by a job's script; a launcher's own has precedence
+# Variables of srun's tasks. A batch script and salloc's shell have no step's number, or one of ten digits.
 STEP, STEP_SIZE = ("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-OF_LAUNCHERS = re.compile(  # variables by which a process knows that it is a launcher's rank
+OF_LAUNCHERS = re.compile(  # variables by which a process recognises that it is a launcher's rank
     f"(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|{RANKS}$"
 )
-EMULATED = "COCODIFF_EMULATED"  # what ranks are told of an emulated machine, as JSON
+EMULATED = "COCODIFF_EMULATED"  # variable that describes an emulated machine to its ranks, as JSON
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where ranks that we forked meet: a file for the process group, the watch's port, a word that only they know."""
+    """The means by which ranks that we forked find each other."""
 
-    store_file: str
-    port: int
-    key: str
-    listener: socket.socket | None = None  # rank 0's
+    store_file: str  # file of torch.distributed's store
+    port: int  # of the watch
+    key: str  # the run's secret
+    listener: socket.socket | None = None  # listening socket of the watch, on rank 0
 
 
 @dataclass(frozen=True)
 class Launch:
     """The start of this process as its launcher tells it."""
 
-    kind: str = "alone"  # or "forked", "torchrun" (srun's too), "mpi"
-    rank: int | None = 0  # in the whole run; None where an MPI launcher does not tell it
-    size: int | None = 1  # ranks of the whole run; None where an MPI launcher does not tell it
-    local_rank: int = 0  # among the ranks of this node
-    local_size: int | None = None  # ranks of this node
+    kind: str = "alone"  # "alone", "forked", "torchrun" (srun's too) or "mpi"
+    rank: int | None = 0  # in the whole run; None if an MPI launcher does not set it
+    size: int | None = 1  # number of ranks of the whole run; None if an MPI launcher does not set it
+    local_rank: int = 0  # index among the ranks of this node
+    local_size: int | None = None  # number of ranks on this node; None if unknown
     meeting: Meeting | None = None  # of forked ranks
-    guessed: bool = False  # the size supposes as many ranks on every node of the job as on this one
+    guessed: bool = False  # True if the size assumes the same number of ranks on every node of the job
 
     @property
     def speaks(self) -> bool:
-        """Whether this process may write to the terminal."""
+        """True if this process may write to the terminal."""
         return not self.rank
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that the environment shows: torchrun, MPI's, srun or none. Raises UserError for a wrong rank."""
+    """Return the launch that the environment shows: torchrun, MPI's, srun or none.
+
+    Raise UserError if it has no valid rank.
+    """
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         rank, size = _number(env, ("RANK",)), _number(env, ("WORLD_SIZE",))
@@ -98,23 +103,27 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def _without_size(env: Mapping[str, str], rank: int) -> Launch:
-    """Return the launch of a rank whose MPI launcher tells no size. Where this rank's number shows that COCODIFF_RANKS
-    is wrong, the size is None: ranks of lower numbers cannot see that, and all hear it when they have met."""
+    """Return the launch of a rank whose MPI launcher does not set the number of ranks.
+
+    The size is None if this rank's number shows that COCODIFF_RANKS is wrong. Ranks with lower numbers cannot tell; all
+    are told when they have met.
+    """
     size, local_size, guessed = _number(env, (RANKS,)), _number(env, LOCAL_SIZE), False
     if size is None and "PALS_LOCAL_SIZE" in env and local_size:
-        with suppress(OSError, ValueError):  # the file has a line for each node; some schedulers' one for each rank
+        with suppress(OSError, ValueError):  # the file has a line for each node, or with some schedulers for each rank
             size, guessed = local_size * len({*Path(env.get("PBS_NODEFILE", "")).read_text().split()}), True
     known = size if size is not None and size > rank else None
     return Launch("mpi", rank, known, _number(env, LOCAL_RANK) or 0, local_size, guessed=guessed)
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is no rank of the launcher that started this one."""
+    """Return the environment for a process that is not a rank of the launcher that started this one."""
     return {name: value for name, value in environment.items() if not OF_LAUNCHERS.match(name)}
 
 
 def emulated() -> dict[str, Any]:
-    """On a rank of an emulation its "machine", "nodes" and "scale"; else nothing. Raises UserError."""
+    """Return an emulation's "machine", "nodes" and "scale" on its ranks; else an empty dict. Raise UserError if it is
+    invalid."""
     try:
         return dict(json.loads(os.environ.get(EMULATED) or "{}"))
     except (ValueError, TypeError) as error:
@@ -123,23 +132,30 @@ def emulated() -> dict[str, Any]:
 
 
 def python_words(code: str) -> list[str]:
-    """Return the command that runs a line of Python. `python -m` would import files of the working folder, such as a
-    random.py, in place of the library's."""
+    """Return the command that runs a line of Python.
+
+    `python -m` would import files of the working folder, such as a random.py, instead of the library's.
+    """
     return [sys.executable, "-c", f"import sys; sys.path[0] or sys.path.pop(0); {code}"]
 
 
 def find_mpiexec() -> str | None:
-    """The mpiexec of the MPI that mpi4py loads: this environment's own, else the system's."""
+    """Return the mpiexec of the MPI that mpi4py loads: this environment's own, else the system's; None if there is
+    none."""
     own = Path(sys.prefix) / "bin" / "mpiexec"
     return str(own) if own.exists() else system_mpiexec()
 
 
 def system_mpiexec() -> str | None:
-    """The first mpiexec on PATH that is not of this or another Python environment. One that is activated beside ours,
-    by conda too, may have its own, and mpi4py does not look there for a library; of our base Python's it does."""
+    """Return the first mpiexec on PATH that is not in this or another Python environment; None if there is none.
+
+    Another activated environment, also conda's, may have its own, but mpi4py does not look there for a library. It does
+    in the environment of our base Python.
+    """
     own, base = Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
 
     def is_environment(prefix: Path) -> bool:
+        """Return True if a folder is this environment's, or another's that is not our base Python's."""
         marked = (prefix / "pyvenv.cfg").exists() or (prefix / "conda-meta").is_dir()
         return prefix == own or (marked and prefix != base)
 
@@ -152,7 +168,8 @@ def system_mpiexec() -> str | None:
 
 
 def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """The first of some variables that is set. Raises UserError where it is no number from 0 on."""
+    """Return the number in the first of some variables that is set; None if none is. Raise UserError if it is not a
+    number."""
     name = next((name for name in names if env.get(name)), None)
     if name is None:
         return None

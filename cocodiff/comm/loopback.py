@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: any world size in seconds, for tests and for trying things out."""
+"""A transport whose ranks are threads of one process: any number of ranks starts in seconds, for tests and trials."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ class LoopbackWorld:
         self.progress = [OwnProgress(time.monotonic, time.monotonic()) for _ in range(size)]
 
     def mailbox(self, *key: Any) -> queue.SimpleQueue[Any]:
+        """Return the mailbox of a key, which is made at its first use."""
         with self._lock:
             return self._mailboxes[key]
 
     def fail(self, failure: PeerLost | UserError | None) -> None:
+        """Record a failure, if it is the first."""
         with self._lock:
             self.failure = self.failure or failure
 
     def check(self) -> None:
+        """Raise the first failure, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     def take(self, mailbox: queue.SimpleQueue[Any], peer: int) -> Any:
-        """The next message; raises PeerLost when a rank failed, or when `peer` sent nothing for `timeout_s`."""
+        """Return the next message. Raise PeerLost if a rank failed, or if `peer` sent nothing for `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
@@ -60,22 +63,27 @@ class LoopbackWorld:
 
 
 class _Inbox:
-    """Receives of one rank from one peer, in the order in which they were posted: messages are theirs in that order,
-    whichever is waited for first. Lanes may wait side by side: one of them takes messages for all."""
+    """The receives of one rank from one peer, in the order in which they were posted.
+
+    Messages are matched in that order, regardless of which receive is waited for first. Several lanes may wait at the
+    same time: one of them takes messages for all.
+    """
 
     def __init__(self, world: LoopbackWorld, peer: int, mailbox: queue.SimpleQueue[Any]) -> None:
         self._world, self._peer, self._mailbox = world, peer, mailbox
-        self._posted: deque[tuple[str, Tensor]] = deque()  # with the call that each is for
+        self._posted: deque[tuple[str, Tensor]] = deque()  # each with the call that it is for
         self._numbers = count()
         self._delivered = 0
         self._changed = threading.Condition()
         self._taken_by_another = False
 
     def post(self, tensor: Tensor) -> int:
+        """Post a receive and return its number."""
         self._posted.append((CALL.get(), tensor))
         return next(self._numbers)
 
     def wait(self, number: int) -> None:
+        """Block until the receive with this number has its message."""
         with self._changed:
             while self._delivered <= number:
                 if self._taken_by_another:
@@ -84,7 +92,7 @@ class _Inbox:
                     self._deliver()
 
     def _deliver(self) -> None:
-        """Puts the next message where it belongs; others may look at what is there meanwhile."""
+        """Take the next message and copy it to its receive. Other threads may look at what has arrived meanwhile."""
         self._taken_by_another = True
         self._changed.release()
         try:
@@ -105,6 +113,8 @@ class _Inbox:
 
 
 class _Receipts:
+    """The receives of one call."""
+
     def __init__(self, receipts: list[tuple[_Inbox, int]]) -> None:
         self._receipts = receipts
 
@@ -115,6 +125,8 @@ class _Receipts:
 
 
 class LoopbackGroup(Group):
+    """A group of ranks that are threads of this process."""
+
     def __init__(self, world: LoopbackWorld, context: Any, ranks: tuple[int, ...], rank: int) -> None:
         self._world, self._context = world, context
         self.ranks, self.index = ranks, ranks.index(rank)
@@ -133,7 +145,10 @@ class LoopbackGroup(Group):
 
 
 class LoopbackHealth(Health):
-    """A world's failure is every rank's: waits for a mailbox look out for it, and `run_ranks` raises it."""
+    """The health of one rank of a world. A failure of the world is every rank's.
+
+    Waits for a mailbox check for it, and `run_ranks` raises it.
+    """
 
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -165,7 +180,7 @@ class LoopbackHealth(Health):
 
 
 class LoopbackTransport(LaneOwner):
-    """One rank of a LoopbackWorld."""
+    """The transport of one rank of a LoopbackWorld."""
 
     def __init__(self, world: LoopbackWorld, rank: int, device: torch.device | None = None) -> None:
         super().__init__(device or torch.device("cpu"), LoopbackHealth(world, rank))
@@ -180,16 +195,18 @@ class LoopbackTransport(LaneOwner):
 
 
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:
-    """Runs `work(transport)` on a thread of its own for each rank and returns the results in rank order. The first rank
-    that fails fails the call: its exception is raised, with the rank's number in a note."""
+    """Run `work(transport)` on a thread for each rank and return the results in rank order.
+
+    If a rank fails, raise the exception of the first one, with the rank's number in a note.
+    """
     world, errors = LoopbackWorld(size, timeout_s), dict[int, BaseException]()
     results: list[Any] = [None] * size
-    # Python runs one thread at a time, and hands over between threads of one core in half the time.
+    # Python runs one thread at a time, and switches between threads of one core in half the time.
     core = random.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_setaffinity") else None
 
     def rank_main(rank: int) -> T:
         if core is not None:
-            os.sched_setaffinity(0, {core})  # of this thread and those it starts
+            os.sched_setaffinity(0, {core})  # for this thread and those that it starts
         transport = LoopbackTransport(world, rank)
         try:
             return work(transport)

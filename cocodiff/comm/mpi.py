@@ -1,8 +1,9 @@
-"""MPI as transport, through mpi4py: for CPU tensors, where a job has MPI anyway.
+"""A transport over MPI, through mpi4py: for CPU tensors, in jobs that have MPI.
 
-MPI libraries make no progress in the background, so a lane's thread sits in the wait and polls. It sleeps between
-polls: with more ranks than cores a spinning wait starves the rank it waits for. MPI takes a shorter message than
-awaited without a word, and of a longer one it names no rank, so lengths are compared when messages have come.
+MPI libraries make no progress in the background, so a lane's thread stays in the wait and polls. It sleeps between
+polls: with more ranks than cores, a busy wait would starve the rank that it waits for. MPI accepts a shorter message
+than awaited without an error, and its error for a longer one names no rank. So lengths are compared when messages have
+arrived.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from cocodiff.comm.health import Health, call_tag
 from cocodiff.comm.mpi_start import initialised_mpi
 from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
 
-SPINS = 20
-SLEEP_S = (20e-6, 500e-6)
+SPINS = 20  # polls before a wait begins to sleep
+SLEEP_S = (20e-6, 500e-6)  # shortest and longest sleep between polls
 
 
 def bits_of(tensor: Tensor) -> Any:
-    """A tensor's memory, uint8 [n]."""
+    """Return a tensor's memory, uint8 [n]. Raise ValueError if the tensor is not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def wait_until(done: Callable[[], bool], health: Health) -> None:
-    """Polls `done`, which has the library make progress, with pauses."""
+    """Poll `done` until it is true, with pauses. Each poll lets the library make progress."""
     polls, pause, checked = 0, SLEEP_S[0], time.monotonic()
     while not done():
         polls += 1
@@ -46,8 +47,15 @@ def wait_until(done: Callable[[], bool], health: Health) -> None:
 
 
 class _Requests:
+    """The messages of one call in flight."""
+
     def __init__(self, group: MpiGroup, requests: list[Any], recvs: Messages, kept: list[Any]) -> None:
-        """requests: first those of `recvs`, in their order. kept: tensors that live until then."""
+        """Hold requests.
+
+        Args:
+            requests: those of `recvs` first, in their order.
+            kept: tensors to keep alive meanwhile.
+        """
         self._group, self._requests, self._recvs, self._kept = group, requests, recvs, kept
 
     def wait(self) -> None:
@@ -57,12 +65,15 @@ class _Requests:
 
 
 class MpiGroup(Group):
+    """A group with a communicator of its own."""
+
     def __init__(self, mpi: Any, communicator: Any, ranks: tuple[int, ...], health: Health) -> None:
         self._mpi, self._communicator, self.health = mpi, communicator, health
         self.ranks, self.index = ranks, communicator.Get_rank()
 
     def _posted(self, sends: Messages, recvs: Messages) -> list[Any]:
-        byte, tag = self._mpi.BYTE, call_tag(15)  # the most that every library has
+        """Post messages and return their requests, receives first."""
+        byte, tag = self._mpi.BYTE, call_tag(15)  # the most bits that every library supports
         requests = [self._communicator.Irecv([bits_of(t), byte], peer, tag) for t, peer in recvs]
         return requests + [self._communicator.Isend([bits_of(t), byte], peer, tag) for t, peer in sends]
 
@@ -71,7 +82,7 @@ class MpiGroup(Group):
         return _Requests(self, self._posted(sends, recvs), recvs, sends)
 
     def complete(self, requests: list[Any], recvs: Messages) -> None:
-        """Waits for requests, first those of `recvs`. Raises WrongMessage where one of these has another length."""
+        """Wait for requests, those of `recvs` first. Raise WrongMessage if a received message has another length."""
         statuses = [self._mpi.Status() for _ in recvs]
         try:
             wait_until(lambda: self._mpi.Request.Testall(requests, statuses), self.health)
@@ -80,12 +91,12 @@ class MpiGroup(Group):
                 if self._mpi.Get_error_class(status.Get_error()) == self._mpi.ERR_TRUNCATE:
                     raise self.refused(peer, f"more than {tensor.nbytes}", tensor.nbytes) from None
             raise
-        for status, (tensor, peer) in zip(statuses, recvs, strict=False):  # the library appends those of sends
+        for status, (tensor, peer) in zip(statuses, recvs, strict=False):  # the library appends the statuses of sends
             if (came := status.Get_count(self._mpi.BYTE)) != tensor.nbytes:
                 raise self.refused(peer, came, tensor.nbytes)
 
     def refused(self, peer: int, came: int | str, awaited: int) -> WrongMessage:
-        """Tells all ranks of a message of another length than this rank awaits, in bytes, and returns the error."""
+        """Tell all ranks of a message whose length in bytes is not the awaited one, and return the error."""
         reason = (
             f"received a message of {came} bytes from rank {self.ranks[peer]} where it awaited one of {awaited}, in a "
             f"group of {len(self.ranks)} ranks from {min(self.ranks)} to {max(self.ranks)}; trust no result: these "
@@ -100,6 +111,8 @@ class MpiGroup(Group):
 
 
 class MpiTransport(LaneOwner):
+    """A transport over MPI's two-sided messages."""
+
     library = "mpi"
 
     def __init__(self, health: Health) -> None:
@@ -112,7 +125,7 @@ class MpiTransport(LaneOwner):
         self.world = self._over(self._communicator, tuple(range(self.size)))
 
     def _new_group(self, members: tuple[int, ...]) -> MpiGroup:
-        def meet() -> MpiGroup:  # only the members do
+        def meet() -> MpiGroup:  # called by the members only
             communicator = self._communicator.Create_group(self._communicator.Get_group().Incl(list(members)))
             self._communicators.append(communicator)
             return self._over(communicator, members)
@@ -120,7 +133,7 @@ class MpiTransport(LaneOwner):
         return self.blocking(meet, among=members)
 
     def _over(self, communicator: Any, members: tuple[int, ...]) -> MpiGroup:
-        """A group of the ranks of a communicator, who all call this."""
+        """Return the group of a communicator. All its ranks call this."""
         return MpiGroup(self._mpi, communicator, members, self.health)
 
     def _release(self) -> None:

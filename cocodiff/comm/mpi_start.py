@@ -1,5 +1,8 @@
-"""The start of MPI, and what is asked of it before there is a transport. Imports no torch: the number of ranks, which
-some launchers do not tell, is wanted before the cores are shared among them."""
+"""The start of MPI, and queries to it before there is a transport.
+
+This module imports no torch. Some launchers do not set the number of ranks, which is needed before the cores are
+divided among them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from cocodiff.comm.peers import Limits
 from cocodiff.comm.presence import Presence, limited_start
 from cocodiff.config.errors import UserError
 
-SHARED_MEMORY = Path("/dev/shm")  # where messages and windows of a host's ranks lie; a full one kills who writes to it
+# Memory for messages and windows of a host's ranks. If it is full, a process that writes to it is killed.
+SHARED_MEMORY = Path("/dev/shm")
 BUILD = "build mpi4py on the launcher's MPI, or start with the mpiexec of the MPI that it loads"
 
 
@@ -24,7 +28,8 @@ def lacking_shared_memory(ranks: int) -> str:
     """Return a line with the remedy if shared memory is too small for MPI's messages between `ranks` ranks of this
     host; else "".
 
-    Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks, 1.8 for each of 12, and over ofi 176 KiB in all."""
+    Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks, 1.8 for each of 12, and over ofi 176 KiB in all.
+    """
     least = 256 if os.environ.get("I_MPI_FABRICS") == "ofi" else 2048 * (ranks + 1)
     free = shutil.disk_usage(SHARED_MEMORY).free >> 10 if SHARED_MEMORY.exists() else least
     if free >= least:
@@ -34,9 +39,11 @@ def lacking_shared_memory(ranks: int) -> str:
 
 
 def initialised_mpi() -> Any:
-    """mpi4py's MPI module, started with full thread support. `cocodiff.comm.connect` sees to its end: after a fault
-    MPI_Finalize would wait for the dead. Raises RuntimeError when the library grants less than MPI_THREAD_MULTIPLE, and
-    UserError where it would be killed for want of shared memory."""
+    """Return mpi4py's MPI module, started with full thread support.
+
+    `cocodiff.comm.connect` finishes it: after a fault MPI_Finalize would wait for dead ranks. Raise RuntimeError if the
+    library grants less than MPI_THREAD_MULTIPLE, and UserError if there is too little shared memory.
+    """
     ranks = detect().local_size or 2
     if "mpi4py.MPI" not in sys.modules and ranks > 1 and (lack := lacking_shared_memory(ranks)):
         raise UserError(lack)
@@ -52,7 +59,8 @@ def initialised_mpi() -> Any:
 
 
 def broadcast_over_mpi(world: Any, text: str | None) -> str:
-    """Rank 0's text, None elsewhere, on every rank. mpi4py's own calls for objects would unpickle what comes."""
+    """Return rank 0's text on every rank; the others give None. mpi4py's own calls for objects would unpickle
+    messages."""
     content = bytearray((text or "").encode())
     length = array("q", [len(content)])
     world.Bcast(length)
@@ -62,9 +70,10 @@ def broadcast_over_mpi(world: Any, text: str | None) -> str:
 
 
 def count_ranks(launch: Launch, limits: Limits) -> Launch:
-    """Return the launch with MPI's own number of ranks. Each rank that asks waits until all ranks have begun.
+    """Return the launch with MPI's own number of ranks. The call waits until all ranks have started.
 
-    Raises UserError where MPI cannot be asked, or is not the launcher's."""
+    Raise UserError if MPI cannot be asked, or is not the launcher's.
+    """
     try:
         with limited_start(limits, launch.rank, Presence.of_job(launch), "MPI_Init"):
             size = initialised_mpi().COMM_WORLD.Get_size()
@@ -76,7 +85,7 @@ def count_ranks(launch: Launch, limits: Limits) -> Launch:
 
 
 def check_told_size(launch: Launch, world: Any) -> None:
-    """Raise UserError, alike on all ranks of MPI's world, where some have been told another number of ranks."""
+    """Raise UserError on all ranks of MPI's world if the environment of some has another number of ranks."""
     size = world.Get_size()
     _check_launcher(launch, size)
     told = array("q", [0] * size)
@@ -87,7 +96,8 @@ def check_told_size(launch: Launch, world: Any) -> None:
 
 
 def _check_launcher(launch: Launch, size: int) -> None:
-    """Raise UserError where MPI counts fewer ranks than the launcher must have started: it is not the launcher's."""
+    """Raise UserError if MPI counts fewer ranks than the launcher must have started. It then is not the launcher's
+    MPI."""
     least = max((launch.rank or 0) + 1, launch.local_size or 1)
     if size < least:
         raise UserError(f"the launcher has started {least} ranks or more, and MPI counts {size}: {BUILD}")

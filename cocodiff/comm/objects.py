@@ -1,7 +1,7 @@
-"""Python values as messages: JSON, with the bytes of tensors and arrays behind it. Plain data and nothing else.
+"""The form of Python values in messages: JSON, followed by the bytes of tensors and arrays. Only plain data is sent.
 
-Reading a message runs no code that it brings, as unpickling would: communication libraries know nothing of who may
-connect to their ports. A record is built only where this process has its class, and only from our own packages.
+Reading a message never runs code that it contains, as unpickling would: communication libraries do not check who
+connects to their ports. A record is built only if its class is in our own packages and imported in this process.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LENGTH = struct.Struct("<q")  # of the JSON, in front of it
-PACKAGES = ("cocodiff", "cocodiff_eval", "cocodiff_bench")  # whose records are sent
+LENGTH = struct.Struct("<q")  # the length of the JSON, which precedes it
+PACKAGES = ("cocodiff", "cocodiff_eval", "cocodiff_bench")  # packages whose records may be sent
 
 
 def as_bytes(value: Any) -> Tensor:
-    """A value as uint8 [bytes] on the CPU. value: None, numbers, texts, bytes, tensors (which arrive on the CPU),
-    arrays, dtypes, our dataclasses and named tuples, and lists, tuples, sets, dicts and Counters of these. Raises
-    TypeError for anything else."""
+    """Return a value as a message, uint8 [bytes] on the CPU. Raise TypeError for values of other types.
+
+    Args:
+        value: None, numbers, strings, bytes, tensors (which arrive on the CPU), arrays, dtypes, our dataclasses and
+            named tuples, and lists, tuples, sets, dicts and Counters of these.
+    """
     blobs: list[bytes] = []
     text = json.dumps(_to_json(value, blobs)).encode()
     return torch.frombuffer(bytearray(b"".join((LENGTH.pack(len(text)), text, *blobs))), dtype=torch.uint8)
 
 
 def as_value(content: Tensor) -> Any:
-    """The value that `as_bytes` has made a message of. Raises ValueError where it has not."""
+    """Return the value in a message of `as_bytes`. Raise ValueError if it is not such a message."""
     data = content.cpu().numpy().tobytes()
     try:
         (length,) = LENGTH.unpack_from(data)
@@ -43,7 +46,7 @@ def as_value(content: Tensor) -> Any:
 
 
 def _to_json(value: Any, blobs: list[bytes]) -> Any:
-    """Lists, texts and numbers as they are, everything else as {kind: content}."""
+    """Return lists, strings and numbers as they are and everything else as {kind: content}. Append bytes to `blobs`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -77,6 +80,7 @@ def _to_json(value: Any, blobs: list[bytes]) -> Any:
 
 
 def _from_json(found: Any, blobs: BytesIO) -> Any:
+    """Return the value that `_to_json` has converted, with bytes from `blobs`."""
     if isinstance(found, list):
         return [_from_json(one, blobs) for one in found]
     if not isinstance(found, dict):
@@ -103,6 +107,7 @@ def _from_json(found: Any, blobs: BytesIO) -> Any:
 
 
 def _taken(blobs: BytesIO, count: int) -> bytearray:
+    """Read `count` bytes. Raise ValueError if there are fewer."""
     taken = bytearray(blobs.read(count))
     if len(taken) != count:
         raise ValueError(f"{count} bytes more were expected, there are {len(taken)}")
@@ -110,6 +115,7 @@ def _taken(blobs: BytesIO, count: int) -> bytearray:
 
 
 def _dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name. Raise ValueError if it is another attribute of torch."""
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
@@ -117,7 +123,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _fields(kind: type) -> list[str] | None:
-    """The fields of one of our records, in the order of its constructor; None for anything else."""
+    """Return the field names of one of our records in the order of its constructor; None for other types."""
     if kind.__module__.split(".")[0] not in PACKAGES:
         return None
     if dataclasses.is_dataclass(kind):
@@ -126,6 +132,7 @@ def _fields(kind: type) -> list[str] | None:
 
 
 def _record(module: str, name: str, parts: list[Any]) -> Any:
+    """Build one of our records. Raise ValueError if it is not one, or the number of fields is wrong."""
     kind: Any = getattr(sys.modules.get(module), name, None)
     fields = _fields(kind) if isinstance(kind, type) else None
     if fields is None or len(fields) != len(parts):

@@ -1,13 +1,13 @@
-"""What one rank knows of its peers: what follows from their messages, or from their silence.
+"""The knowledge of one rank about its peers: what follows from their messages, or from their silence.
 
-No sockets, no threads, no clock: `health.py` feeds it messages and times, and sends what its methods return to every
-rank that it has a line to. Rank 0 has one to every other rank, which all have one to rank 0.
+This module has no sockets, threads or clock. `health.py` passes messages and times to it, and sends the results of its
+methods to every rank that it has a line to. Rank 0 has one to every other rank; these have one to rank 0.
 
-Below is who keeps the others waiting. All ranks go through the same calls in the same order (attention calls, gathers,
-broadcasts), so the numbers of the calls that they are at can be compared: a rank that waits in call 40 while another
-one is at call 39 waits for it. Where a part of the ranks makes calls of its own, these are counted for that part, and
-compared among its ranks. Calls of one number have one name: ranks that go different ways are found by that, once they
-stand still. No time decides it, so a slow rank is blamed for nothing.
+The second half finds the rank that keeps others waiting. All ranks make the same calls in the same order (attention
+calls, gathers, broadcasts), so the numbers of their calls can be compared. A rank that waits in call 40, while another
+one is at call 39, waits for that one. If some of the ranks make calls of their own, these are counted for those ranks
+and compared among them. Calls with the same number have the same name. This finds ranks that make different calls, once
+they stand still. It does not depend on time, so a slow rank is never blamed.
 """
 
 from __future__ import annotations
@@ -21,76 +21,76 @@ from typing import Any
 
 from cocodiff.config.errors import PeerLost, UserError
 
-BLAME_S = 3.0  # a transport error and the notice of the death behind it travel apart
-BLOCKED_S = 0.5  # how long after a loss a library's wait may take to end with an error of its own
-BEAT_S = 5.0  # between a rank's heartbeats, at most
-ROUND_S = 0.2  # how often the watch looks at the clock
+# Times in seconds.
+BLAME_S = 3.0  # longest time between a transport's error and the notice of the loss behind it
+BLOCKED_S = 0.5  # longest time after a loss until a library's wait ends with an error of its own
+BEAT_S = 5.0  # longest time between a rank's heartbeats
+ROUND_S = 0.2  # time between two looks of the watch at the clock
 Message = dict[str, Any]
 Ranks = tuple[int, ...]
-Call = tuple[Ranks, int, str]  # the ranks that make it, its number among theirs, its name
+Call = tuple[Ranks, int, str]  # the ranks that make it, its number among their calls, its name
 ALL: Ranks = ()  # stands for all ranks of the run
-RECENT_S = 1.0  # a wait that was noted within this time still goes on; a waiting thread notes it four times a second
-STILL_S = 1.0  # without a new call a rank stands still: it tells its calls, and its waits are looked at
-LAST_CALLS = 256  # that a rank tells: more than a displaced one is ahead of the others
+RECENT_S = 1.0  # a wait reported within this time still goes on; a waiting thread reports four times a second
+STILL_S = 1.0  # time without a new call after which a rank stands still: it sends its calls, and its waits are examined
+LAST_CALLS = 256  # most calls that a rank sends; more than a rank can be ahead of the others
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long what may take, in seconds. timeout_s: without a heartbeat. start_s: until all ranks have met. stall_s:
-    until a rank comes to a call that another rank waits in."""
+    """The longest times that the watch allows, in seconds."""
 
-    timeout_s: float = 300.0
-    start_s: float = 600.0
-    stall_s: float = 1800.0
+    timeout_s: float = 300.0  # without a heartbeat of a rank
+    start_s: float = 600.0  # until all ranks have met
+    stall_s: float = 1800.0  # until a rank makes a call that another rank waits in
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where one rank is. calls: how many calls that all of some ranks make it has begun, by these ranks (or ALL). at,
-    among: the name of the last call, and the ranks that make it. waits_s: for how long its main thread has been waiting
-    for others, 0 while it does something else. unchanged_s: how long ago `calls` changed. left: it has said goodbye.
-    awaits: the ranks whose messages it waits for, where messages are checked."""
+    """The calls that one rank has made, and its state."""
 
+    # number of calls begun, by the ranks that make them (ALL for all)
     calls: Mapping[Ranks, int] = field(default_factory=dict)
-    at: str = "the start"
-    among: Ranks = ALL
-    waits_s: float = 0.0
-    unchanged_s: float = 0.0
-    left: bool = False
-    awaits: Ranks = ()
+    at: str = "the start"  # name of the last call
+    among: Ranks = ALL  # ranks that make the last call
+    waits_s: float = 0.0  # time for which its main thread has waited for other ranks; 0 if it does not wait
+    unchanged_s: float = 0.0  # time since `calls` changed
+    left: bool = False  # True if it has left the run
+    awaits: Ranks = ()  # ranks whose messages it waits for, if messages are checked
 
 
 @dataclass
 class OwnProgress:
-    """This rank's own progress, written by the thread that makes its calls, and read by the one of heartbeats."""
+    """The progress of this rank. The thread that makes its calls writes it; the thread of heartbeats reads it."""
 
-    clock: Callable[[], float]
-    _changed: float
-    last: Progress = Progress()  # as of its last call
-    blocked_since: float | None = None  # by `now`; in a library that cannot be interrupted
-    asleep_s: float = 0.0  # for how long this process has been stopped in all
-    _waits_since: float = 0.0
-    _noted: float = -inf
-    _awaited: dict[int, Ranks] = field(default_factory=dict)  # by thread
-    _untold: deque[Call] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))
-    _thread: int | None = threading.main_thread().ident  # that makes the calls
+    clock: Callable[[], float]  # returns seconds
+    _changed: float  # time of the last call, by `now`
+    last: Progress = Progress()  # at the time of the last call
+    blocked_since: float | None = None  # time by `now` at which a library's call began that cannot be interrupted
+    asleep_s: float = 0.0  # total time for which this process was stopped
+    _waits_since: float = 0.0  # time by `now` at which the current wait began
+    _noted: float = -inf  # time of its last report
+    _awaited: dict[int, Ranks] = field(default_factory=dict)  # awaited ranks by thread
+    _untold: deque[Call] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))  # calls not sent yet
+    _thread: int | None = threading.main_thread().ident  # thread that makes the calls
 
     def now(self) -> float:
-        """A clock that stands while this process is stopped."""
+        """Return the time in seconds, without times in which this process was stopped."""
         return self.clock() - self.asleep_s
 
     def arrive(self, at: str, among: Ranks = ALL) -> None:
-        # A new one: the thread that sends heartbeats reads the old one meanwhile.
+        """Begin a call."""
+        # A new object, because the thread that sends heartbeats reads the old one meanwhile.
         number = self.last.calls.get(among, 0) + 1
         self.last = Progress({**self.last.calls, among: number}, at, among)
         self._untold.append((among, number, at))
         self._changed, self._noted, self._thread = self.now(), -inf, threading.get_ident()
 
     def take_calls(self) -> list[Call]:
-        """Return the calls that were begun since this was asked last. The other thread may begin one meanwhile."""
+        """Return the calls that were begun since the last call of this. Another thread may begin one meanwhile."""
         return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def still_waiting(self) -> None:
+        """Record that the thread that makes the calls waits."""
         if threading.get_ident() != self._thread:
             return
         now = self.now()
@@ -99,10 +99,11 @@ class OwnProgress:
         self._noted = now
 
     def awaits(self, ranks: Ranks) -> None:
+        """Record the ranks that the current thread waits for."""
         self._awaited[threading.get_ident()] = ranks
 
     def seen(self, now: float, left: bool = False) -> Progress:
-        """Where this rank is now."""
+        """Return this rank's progress now."""
         waits_s, blocked_since = 0.0, self.blocked_since
         if blocked_since is not None:
             waits_s = now - blocked_since
@@ -116,10 +117,11 @@ class CallTable:
     """The names of the calls that ranks have made, by the ranks that make them and their numbers."""
 
     def __init__(self) -> None:
-        self._known: dict[Ranks, dict[int, tuple[int, str]]] = {}  # with the rank that has told it
+        self._known: dict[Ranks, dict[int, tuple[int, str]]] = {}  # each name with the rank that sent it
 
     def find_other_call(self, rank: int, calls: Iterable[Call]) -> tuple[int, str] | None:
-        """Note some calls of a rank. Return the rank and a reason if another one has called something else instead."""
+        """Record some calls of a rank. Return the rank and a reason if another rank has made a different call instead,
+        else None."""
         for among, number, at in calls:
             known = self._known.setdefault(among, {})
             other, there = known.setdefault(number, (rank, at))
@@ -131,35 +133,39 @@ class CallTable:
 
 
 class Peers:
-    """lost: why the run has failed, None while it has not. left: ranks that said goodbye or are gone. agreed: all ranks
-    have met and were started alike. closed_at: when this rank said goodbye, since when the others may go. raised: this
-    rank's own code knows that the run has failed. Times are `own.now()`, in seconds."""
+    """The state of the run as one rank knows it. Times are those of `own.now()`, in seconds.
+
+    Methods return the messages to send to all ranks that this one has a line to.
+    """
 
     def __init__(
         self, rank: int, size: int, settings: dict[str, str], limits: Limits, clock: Callable[[], float]
     ) -> None:
         self.rank, self.size, self.limits = rank, size, limits
-        self.lost: PeerLost | UserError | None = None
-        self.left: set[int] = set()
+        self.lost: PeerLost | UserError | None = None  # why the run has failed; None if it has not
+        self.left: set[int] = set()  # ranks that have left or died
+        # agreed: all ranks have met with the same settings. raised: this rank's own code has got the error.
         self.agreed = self.raised = False
-        self.closed_at = inf
+        self.closed_at = inf  # time at which this rank left; from then on the others may leave
         self._round = self._next_beat = self._lost_at = clock()
         self.own = OwnProgress(clock, self._round)
         self._settings, self._refusal = settings, ""
         self._heard: dict[int, float] = {}
-        self._progress: dict[int, tuple[Progress, float]] = {}  # with the time at which its calls changed
+        self._progress: dict[int, tuple[Progress, float]] = {}  # each with the time of its last call
         self._table = CallTable()
 
     @property
     def closing(self) -> bool:
+        """True if this rank has left the run."""
         return self.closed_at < inf
 
     @property
     def all_left(self) -> bool:
+        """True if all other ranks have left."""
         return len(self.left) == self.size - 1
 
     def hear(self, sender: int, message: Message, now: float) -> list[Message]:
-        """A message has come. Rank 0 alone passes on what follows from it."""
+        """Handle a message from `sender`. Only rank 0 passes on what follows from it."""
         self._heard[sender] = now
         told = []
         if "lost" in message:
@@ -178,7 +184,7 @@ class Peers:
         return [] if self.rank else told
 
     def gone(self, sender: int, now: float) -> list[Message]:
-        """Its connection has closed. No word comes from anybody without rank 0."""
+        """Handle a closed connection. Without rank 0, no further message arrives from any rank."""
         expected = sender in self.left or self.closing
         told = [] if expected else self.lose(PeerLost(sender, "died: its connection closed"), now)
         self.left |= set(range(self.size)) - {self.rank} if self.rank else {sender}
@@ -186,19 +192,20 @@ class Peers:
         return [*told, {"left": sender}]
 
     def lose(self, error: PeerLost | UserError, now: float) -> list[Message]:
-        """The run has failed, if it has not before."""
+        """Record the error by which the run has failed, unless it has failed before."""
         if self.lost is not None:
             return []
         self.lost, self._lost_at = error, now
         return self.known_loss()
 
     def known_loss(self) -> list[Message]:
+        """Return the messages that report the loss; [] if there is none."""
         if isinstance(self.lost, PeerLost):
             return [{"lost": self.lost.rank, "reason": self.lost.reason}]
         return [] if self.lost is None else [{"mistake": str(self.lost)}]
 
     def late_start(self) -> PeerLost:
-        """The ranks have not met in time."""
+        """Return the error for ranks that have not met in time."""
         if self.rank:
             return PeerLost(0, f"did not answer within {self.limits.start_s:g} s of the start")
         missing, *others = sorted(set(range(1, self.size)) - set(self._progress))
@@ -206,15 +213,19 @@ class Peers:
         return PeerLost(missing, f"did not start within {self.limits.start_s:g} s{more}")
 
     def wake(self, clock_s: float) -> float:
-        """Begins a round, and tells its time. Where this process itself was stopped since the last one (Ctrl-Z, a
-        debugger), the others' silence in that time says nothing, nor does anybody's wait: it is left out."""
+        """Begin a round and return its time.
+
+        If this process was stopped since the last round (Ctrl-Z, a debugger), that time is left out. The others'
+        silence and waits in it mean nothing.
+        """
         asleep_s, self._round = clock_s - self._round - ROUND_S, clock_s
         if asleep_s > min(1.0, self.limits.timeout_s / 2):
             self.own.asleep_s += asleep_s
         return clock_s - self.own.asleep_s
 
     def look(self, now: float) -> list[Message]:
-        """Ends a round, after all messages that were there: who is silent, who is waited for, and a heartbeat."""
+        """End a round after its messages: find silent ranks and ranks that others wait for, and send a heartbeat if it
+        is due."""
         if self.lost is not None:
             return []
         limit_s = self.limits.timeout_s
@@ -236,15 +247,18 @@ class Peers:
         return self._compare_calls(self.rank, calls, now) or [_told(own, calls)]
 
     def goodbye(self) -> list[Message]:
-        """This rank leaves, and tells where it has come to: who waits for it there knows that it has made that call."""
+        """Leave the run. The messages include this rank's last call, so that ranks that wait in it know that it was
+        made."""
         self.closed_at, calls = self.own.now(), self.own.take_calls()
         found = self._compare_calls(self.rank, calls, self.closed_at)
         return [*found, _told(self.own.seen(self.closed_at), calls), {"left": self.rank}]
 
     def last_words(self, now: float) -> str:
-        """Why this process has to end by itself, if it has. A dead peer's connections close, which ends every wait for
-        it; a silent one's stay open. And a rank that the others have given up must not stay behind for ever because
-        its main thread hangs."""
+        """Return the reason why this process has to end itself; "" if it does not.
+
+        If a peer dies, its connections close, which ends every wait for it. If it is silent they stay open. And a rank
+        that the others have given up must not stay for ever because its main thread hangs.
+        """
         since_s = now - self._lost_at
         if self.lost is None or since_s < BLOCKED_S:
             return ""
@@ -256,7 +270,8 @@ class Peers:
         return ""
 
     def _compare(self, rank: int, settings: dict[str, str], now: float) -> list[Message]:
-        """Rank 0: notes whether a rank was started differently; once all have joined, tells all of them."""
+        """Compare a rank's settings with rank 0's, on rank 0. Once all ranks have joined, tell all of them the
+        result."""
         self._progress[rank] = Progress(), now
         difference = describe_difference(self._settings, settings)
         if difference and not self._refusal:
@@ -270,6 +285,7 @@ class Peers:
         return [{"agreed": True}]
 
     def _note_progress(self, rank: int, told: list[Any], now: float) -> list[Message]:
+        """Record another rank's progress, on rank 0."""
         counts, at, among, waits_s, awaits, unchanged_s, calls = told
         begun = {tuple(ranks): count for ranks, count in counts}
         one = Progress(begun, at, tuple(among), waits_s, awaits=tuple(awaits))
@@ -277,12 +293,12 @@ class Peers:
         return self._compare_calls(rank, ((tuple(ranks), number, name) for ranks, number, name in calls), now)
 
     def _compare_calls(self, rank: int, calls: Iterable[Call], now: float) -> list[Message]:
-        """Rank 0: the run has failed if a rank has called something else than another one."""
+        """Record calls of a rank, on rank 0. The run fails if another rank has made a different call instead."""
         found = None if self.rank else self._table.find_other_call(rank, calls)
         return [] if found is None else self.lose(PeerLost(*found), now)
 
     def _seen(self, now: float) -> dict[int, Progress]:
-        """Where the others are."""
+        """Return the progress of the other ranks now."""
         found = {}
         for rank, (one, changed) in self._progress.items():
             left = rank in self.left
@@ -291,27 +307,33 @@ class Peers:
 
 
 def _told(own: Progress, calls: list[Call]) -> Message:
+    """Return the message with this rank's progress."""
     counts = [*own.calls.items()]
     return {"progress": [counts, own.at, own.among, own.waits_s, own.awaits, own.unchanged_s, calls]}
 
 
 def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    """The first setting that differs, "" when none does."""
+    """Return the first setting that differs, with both values; "" if none does."""
     names = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
     if not names:
         return ""
     return f"{names[0]} is {theirs.get(names[0], 'absent')} there and {ours.get(names[0], 'absent')} on rank 0"
 
 
-# Who keeps the others waiting -----------------------------------------------------------------------------------------
+# The rank that keeps others waiting -----------------------------------------------------------------------------------
 
 
 def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float) -> tuple[int, str] | None:
-    """Return the rank that others have been waiting for too long, or for no use, and why it is the one; None while all
-    goes on. stall_s: for how long a rank may wait for another. left_s: the same for a rank that has said goodbye."""
-    # Nobody else comes to the set-up of a part of one rank: who waits after it waits in a call of the whole run.
+    """Return the rank that others have waited for too long, or in vain, and the reason; None if there is none.
+
+    Args:
+        progress: of all ranks.
+        stall_s: longest time that a rank may wait for another.
+        left_s: the same if the other rank has left the run.
+    """
+    # A part of one rank is set up by that rank only. If it waits after that, it waits in a call of the whole run.
     progress = {rank: replace(one, among=ALL) if len(one.among) == 1 else one for rank, one in progress.items()}
-    # A rank that waits in its part keeps the whole run waiting: so the smallest parts come first.
+    # A rank that waits in its part keeps the whole run waiting, so the smallest parts are examined first.
     for among in sorted({one.among for one in progress.values()}, key=lambda ranks: (ranks == ALL, len(ranks), ranks)):
         inside = {
             rank: one if one.among == among else replace(one, waits_s=0.0)
@@ -329,9 +351,15 @@ def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float
 
 
 def _in_a_circle(progress: Mapping[int, Progress]) -> tuple[int, str] | None:
-    """Return, of ranks that all wait, in calls of different parts, one that waits for another which waits for it in
-    turn, perhaps by way of more, and why. A rank waits for those that have not come to its call: these come to it
-    after their own, for which the rank has to come to a call after its own. So it is no matter of time."""
+    """Return one of several ranks that wait for each other in calls of different parts, and the reason; None if there
+    are none.
+
+    A rank waits for those that have not made its call yet, and these make it only after their current calls. If those
+    calls wait, directly or by way of further ranks, for the first rank, the wait never ends.
+
+    Args:
+        progress: of the ranks that wait.
+    """
     inside = dict(progress)
     while True:
         fewest = {
@@ -349,14 +377,14 @@ def _in_a_circle(progress: Mapping[int, Progress]) -> tuple[int, str] | None:
 def _find_stalled_among(
     among: Ranks, progress: Mapping[int, Progress], stall_s: float, left_s: float
 ) -> tuple[int, str] | None:
-    """`find_stalled` for the calls that all of `among` make."""
-    # Who has left after the same call is ahead of who waits in it.
+    """Return what `find_stalled` does, for the calls that all of `among` make."""
+    # A rank that has left after a call is ahead of one that waits in it.
     calls = {rank: one.calls.get(among, 0) + one.left / 2 for rank, one in progress.items()}
     waiting = max(progress, key=lambda rank: progress[rank].waits_s, default=None)
     if waiting is None or progress[waiting].waits_s <= min(stall_s, left_s):
         return None
     waits = progress[waiting]
-    # The rank that is behind; of ranks at the same call the one that does not wait.
+    # The rank that is behind; of ranks at the same call, one that does not wait.
     late = min(progress, key=lambda rank: (calls[rank], progress[rank].waits_s, rank))
     one = progress[late]
     for_it = f"rank {waiting} has waited {waits.waits_s:.0f} s in {waits.at}"
@@ -365,7 +393,7 @@ def _find_stalled_among(
     if waits.waits_s <= stall_s or one.unchanged_s <= stall_s:
         return None
     if 0.0 < one.waits_s <= stall_s:
-        return None  # it waits as well, and for how long is known as of its last heartbeat only
+        return None  # it waits as well; the length of its wait is known only from its last heartbeat
     if late != waiting and not one.waits_s:
         return late, f"has not gone on from {one.at} for {one.unchanged_s:.0f} s, and {for_it}"
     ahead = max(calls, key=lambda rank: (calls[rank], -rank))
@@ -376,8 +404,11 @@ def _find_stalled_among(
 
 
 def _find_lingering(others: Mapping[int, Progress], waits_s: float, stall_s: float) -> tuple[int, str] | None:
-    """`find_stalled` for the end of the run, where rank 0 has been waiting for the others' goodbyes for `waits_s`. What
-    keeps a rank that waits itself is found in the call that it waits in."""
+    """Return what `find_stalled` does, for the end of the run, where rank 0 has waited `waits_s` for the others to
+    leave.
+
+    A rank that itself waits is examined in the call that it waits in.
+    """
     for rank, one in sorted(others.items()):
         if not one.left and not one.waits_s and min(waits_s, one.unchanged_s) > stall_s:
             hangs = f"has not gone on from {one.at} for {one.unchanged_s:.0f} s"
@@ -386,7 +417,11 @@ def _find_lingering(others: Mapping[int, Progress], waits_s: float, stall_s: flo
 
 
 def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[int, str]:
-    """All wait, in calls of the same number or for each other: the rank whose call is another than most ranks'."""
+    """Return, of ranks that all wait, the one whose call is not that of most ranks, and the reason.
+
+    They wait in calls of the same number, or for each other. If all calls are the same, a message was lost; then a rank
+    that waits for it is returned.
+    """
     calls = {rank: f"{one.at}{_of_ranks(one.among)}" for rank, one in progress.items()}
     names = [*calls.values()]
     odd = min(progress, key=lambda rank: (names.count(calls[rank]), rank))
@@ -395,13 +430,13 @@ def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[in
         return odd, f"waits in {calls[odd]}, and rank {other} in {calls[other]}: ranks make different calls"
     passed: list[int] = []
     while waiting not in passed and (awaited := [rank for rank in progress[waiting].awaits if rank in progress]):
-        passed.append(waiting)  # whoever it waits for waits as well: the lost message is where this comes round
+        passed.append(waiting)  # the next rank waits as well; the lost message is where this closes a circle
         waiting = awaited[0]
     return waiting, f"and all other ranks wait in {progress[waiting].at}: a message was lost"
 
 
 def _of_ranks(among: Ranks) -> str:
-    """Whose call it is, nothing for one of the whole run."""
+    """Return the ranks that make a call as part of a sentence; "" for the whole run."""
     if not among:
         return ""
     listed = [*map(str, among)]

@@ -1,9 +1,11 @@
-"""Which ranks of an MPI job have begun, and a limit for calls in which they all meet before anything else watches them.
+"""The ranks of an MPI job that have started, and a time limit for calls in which all ranks meet before the watch is
+open.
 
-Until the watch is open (`health.py`) a rank that never comes is a wait without end inside MPI_Init. Ranks of one host
-leave their process numbers in a folder of the job's, so that the others see which of them died, were stopped or never
-came. Who looks is a process of its own, this file run as a program: MPI_Init lets no other Python thread run. So this
-file imports nothing but the standard library. Before it ends its rank it leaves there why, for those that look later.
+Until the watch is open (`health.py`), a rank that never starts would make the others wait for ever in MPI_Init. Ranks
+of one host write their process numbers to a folder of the job, so that the others see which of them died, were stopped
+or never started. A separate process looks at it, because MPI_Init lets no other Python thread run. It is this file run
+as a program, so this file imports only the standard library. Before that process ends its rank, it writes the reason
+there for the other ranks' processes.
 """
 
 from __future__ import annotations
@@ -25,22 +27,30 @@ if TYPE_CHECKING:
     from cocodiff.comm.health import Limits
     from cocodiff.comm.launch import Launch
 
-# What is alike on the ranks of one MPI job and differs between jobs, by launcher; asked in this order.
+# Variables that are the same on the ranks of one MPI job and differ between jobs, by launcher; the first set counts.
 JOBS = (("PALS_APID",), ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("I_MPI_HYDRA_UUID",))
-LOOK_S = 0.25
+LOOK_S = 0.25  # seconds between two looks
 
 
 class Presence:
-    """The process numbers of a job's ranks on this host, each in a file of its rank's name; behind that of a rank that
-    is ended by its watching process stands why."""
+    """The process numbers of a job's ranks on this host, in one file per rank.
+
+    If a rank is ended by its watching process, the reason follows its number.
+    """
 
     def __init__(self, folder: Path, rank: int, local_ranks: int) -> None:
-        """folder: the job's own, in one that belongs to this user alone. local_ranks: the job's ranks on this host."""
+        """Describe the folder.
+
+        Args:
+            folder: the job's own, inside a folder that belongs to this user only.
+            local_ranks: number of the job's ranks on this host.
+        """
         self.folder, self.rank, self.local_ranks = folder, rank, local_ranks
 
     @classmethod
     def of_job(cls, launch: Launch, environment: Mapping[str, str] | None = None) -> Presence | None:
-        """That of an MPI launcher's job; None for other launches, and where it does not tell ranks and their number."""
+        """Return the presence of an MPI launcher's job; None for other launches, or if rank or number of ranks is
+        unknown."""
         local_ranks = launch.local_size or launch.size
         if launch.kind != "mpi" or launch.rank is None or local_ranks is None:
             return None
@@ -51,7 +61,7 @@ class Presence:
         return cls(Path(tempfile.gettempdir()) / f"cocodiff-start-{os.geteuid()}" / word, launch.rank, local_ranks)
 
     def announce(self) -> None:
-        """Leaves this rank's process number. Where that cannot be done in safety nobody will be named."""
+        """Write this rank's process number. If that cannot be done safely, errors will not name ranks."""
         with contextlib.suppress(OSError):
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
@@ -61,8 +71,11 @@ class Presence:
             self._write(str(os.getpid()))
 
     def first_reason(self, process: int, reason: str) -> str:
-        """Why a rank of this host was ended before, else `reason`. Leaves that behind this rank's process number, for
-        those that look later; to be called before it is ended."""
+        """Return the reason why a rank of this host was ended before, else `reason`. Write it behind this rank's
+        process number.
+
+        Call this before the rank is ended.
+        """
         reason = next((word for _, word in self._entries().values() if word), reason)
         with contextlib.suppress(OSError):
             if self._is_ours():
@@ -70,21 +83,21 @@ class Presence:
         return reason
 
     def withdraw(self) -> None:
-        """Take this rank's number away: when the ranks have met, others watch over it."""
+        """Remove this rank's number. Once the ranks have met, the watch replaces it."""
         with contextlib.suppress(OSError):
             (self.folder / str(self.rank)).unlink(missing_ok=True)
-            self.folder.rmdir()  # by the last one
+            self.folder.rmdir()  # succeeds for the last rank
 
     def faults(self) -> dict[int, str]:
-        """The ranks of this host that died or are stopped, and which of the two."""
+        """Return the ranks of this host that died or are stopped, each with which of the two."""
         faults = dict.fromkeys(("", "Z", "X"), "died before the ranks had met")
         faults |= dict.fromkeys(("T", "t"), "is stopped")
         states = {rank: _state(process) for rank, (process, _) in sorted(self._entries().items())}
         return {rank: faults[state] for rank, state in states.items() if state in faults}
 
     def describe_present(self) -> str:
-        """Return in words which of this host's ranks have come, or that all have. Who is missing cannot be said: a rank
-        that never came has left no number here."""
+        """Return a sentence that lists which of this host's ranks have started. Missing ranks are unknown, since they
+        left no number."""
         there = sorted(self._entries())
         if len(there) < self.local_ranks:
             return f"of this host's {self.local_ranks} ranks there are {', '.join(map(str, there)) or 'none'}"
@@ -92,11 +105,13 @@ class Presence:
         return f"{there_are}: one of them hangs, or one of another host is missing"
 
     def _write(self, content: str) -> None:
+        """Write this rank's file as a whole."""
         whole = self.folder / f".{self.rank}"
         whole.write_text(content)
         whole.rename(self.folder / str(self.rank))
 
     def _entries(self) -> dict[int, tuple[int, str]]:
+        """Return the process number and the reason of every rank that has a file."""
         found: dict[int, tuple[int, str]] = {}
         with contextlib.suppress(OSError):
             if self._is_ours():
@@ -106,11 +121,12 @@ class Presence:
         return found
 
     def _is_ours(self) -> bool:
+        """Return True if the outer folder belongs to this user and no one else can write to it."""
         status = self.folder.parent.lstat()
         return status.st_uid == os.geteuid() and status.st_mode & 0o170022 == 0o040000
 
     def _clear_ended_jobs(self) -> None:
-        """Removes what jobs that were killed have left."""
+        """Remove the folders of jobs that were killed."""
         for job in self.folder.parent.iterdir():
             with contextlib.suppress(OSError, ValueError):
                 if job != self.folder and not any(_state(_parsed(path)[0]) for path in job.iterdir()):
@@ -118,12 +134,13 @@ class Presence:
 
 
 def _parsed(path: Path) -> tuple[int, str]:
+    """Return the process number in a rank's file and the reason behind it."""
     process, _, word = path.read_text().partition(" ")
     return int(process), word
 
 
 def _state(process: int) -> str:
-    """The kernel's letter for what a process does; "" where there is none."""
+    """Return the kernel's letter for the state of a process; "" if there is no such process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -132,8 +149,11 @@ def _state(process: int) -> str:
 
 @contextlib.contextmanager
 def limited_start(limits: Limits, rank: int | None, presence: Presence | None, call: str) -> Iterator[None]:
-    """For a library's call in which all ranks meet before the watch is open. Kills this process, with a line that says
-    why, where a rank of this host died, has been stopped for `timeout_s`, or the call takes longer than `start_s`."""
+    """Limit a library's call, in the `with` block, in which all ranks meet before the watch is open.
+
+    This process is killed, with a line that gives the reason, if a rank of this host died or has been stopped for
+    `timeout_s`. The same happens if the call takes longer than `start_s`.
+    """
     if presence is not None:
         presence.announce()
     there = [str(presence.folder), str(presence.local_ranks)] if presence is not None else ["", "0"]
@@ -150,7 +170,13 @@ def limited_start(limits: Limits, rank: int | None, presence: Presence | None, c
 def watch_start(
     process: int, rank: str, call: str, presence: Presence | None, timeout_s: float, start_s: float
 ) -> None:
-    """The main loop of the watching process; returns when the rank's process is gone."""
+    """Run the main loop of the watching process. Return when the rank's process has ended.
+
+    Args:
+        process: number of the rank's process.
+        rank: for messages; "" if unknown.
+        call: name of the call that is limited.
+    """
     began, stopped_since = time.monotonic(), dict[int, float]()
     while os.getppid() == process:
         time.sleep(LOOK_S)

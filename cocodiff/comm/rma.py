@@ -1,15 +1,19 @@
-"""One-sided MPI as transport: messages are put into their receivers' memory (StreamFusion, section 4.4).
+"""A transport over one-sided MPI: a sender puts messages into its receiver's memory (StreamFusion, section 4.4).
 
-Every group has a window. There each rank keeps, for every peer, a ring of bytes that this peer alone writes to, and two
-counters: of the bytes that the peer has put there, and of those that it has taken out of its own ring for this rank. A
-sender puts a message, completes that at the target, and puts the first counter; the receiver finds it there, copies the
-message out and puts the second counter back. So a sender waits for nobody while the ring has room, and nothing is
-overwritten before it was read. Before every message its length is put, so that a receiver which awaits another one says
-so, and with it the number of its call: a receiver that is in another call takes nothing more, as with MPI's own
-messages. What is longer than a ring goes two-sided behind its length, which both sides see by its size. Counters are 8
-bytes and aligned, which every MPI writes at once; puts do not need the receiver's help where accumulates may.
+Every group has a window. In it each rank keeps, for every peer, a ring buffer that only this peer writes to, and two
+counters. One counts the bytes that the peer has put there. The other counts the bytes that the peer has taken out of
+its own ring for this rank. A sender puts a message, completes that at the target, and puts the first counter. The
+receiver finds it there, copies the message out and puts the second counter back. So a sender does not wait while the
+ring has room, and nothing is overwritten before it was read.
 
-Puts that find no room, and receives, move on while any thread of the rank waits for any group, as MPI's own do.
+Before every message its length is put, so that a receiver which expects another length reports an error. The length
+contains the number of the message's call: a receiver that is in another call takes nothing more, as with MPI's own
+messages. A message that is longer than a ring is sent two-sided after its length; both sides know this from its size.
+Counters are 8 bytes and aligned, which every MPI writes as a whole. Puts do not need the receiver's help where
+accumulates may.
+
+Puts that find no room, and receives, progress while any thread of the rank waits for any group, as MPI's own messages
+do.
 """
 
 from __future__ import annotations
@@ -30,14 +34,14 @@ from cocodiff.comm.mpi_start import SHARED_MEMORY
 from cocodiff.comm.transport import Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
-WINDOW_BYTES = 2**23  # of a group, on each rank
+WINDOW_BYTES = 2**23  # size of a group's window on each rank
 PIECE = 2**20  # bytes that are put before their counter is
-CALL_BIT = 48  # of a length, from which on it is the number of the message's call
-COUNTERS = 16  # bytes of the two that belong to a peer: what has arrived from it, what it has taken
-TRIAL_S = 1.0  # until a put that needs its receiver's help is not waited for
-FREE_S = 10.0  # at most, for all ranks to come to the end of a window
-SHARED_BYTES = 8 * WINDOW_BYTES  # of /dev/shm, for the groups of a rank
-DRAWBACKS = (  # from the third on this is two-sided MPI
+CALL_BIT = 48  # a length's bits from this one on are the number of the message's call
+COUNTERS = 16  # bytes of a peer's two counters: bytes that arrived from it, bytes that it has taken
+TRIAL_S = 1.0  # seconds after which a put is taken to need its receiver's help
+FREE_S = 10.0  # most seconds for all ranks to reach the end of a window
+SHARED_BYTES = 8 * WINDOW_BYTES  # of /dev/shm that the groups of a rank need
+DRAWBACKS = (  # reported by `RmaTransport.drawback`; with the last three, messages are two-sided
     "",
     "puts need their receivers' help over this fabric, so windows gain nothing",
     "this MPI library's windows have no unified memory model; messages go by mpi",
@@ -47,33 +51,45 @@ DRAWBACKS = (  # from the third on this is two-sided MPI
 
 
 class Message:
-    """Bytes to or from a peer, uint8 [n]; done: how many have come or gone. length: where these bytes announce a
-    message, its bytes by this rank's account."""
+    """The bytes of a message to or from a peer."""
 
     __slots__ = ("bits", "done", "length")
 
     def __init__(self, bits: Any, length: int = 0) -> None:
+        """Describe a message of which nothing is done yet.
+
+        Args:
+            bits: uint8 [n].
+            length: if `bits` announce a message, the length and call that this rank expects; else 0.
+        """
         self.bits, self.done, self.length = bits, 0, length
 
     @property
     def is_through(self) -> bool:
+        """True if all bytes were sent or received."""
         return bool(self.done == len(self.bits))
 
 
 class Peer:
-    """Both directions between this rank and one peer, whose streams are of bytes: counts begin at 0 and only grow."""
+    """The two streams of bytes between this rank and one peer. Counts of bytes begin at 0 and only grow."""
 
     def __init__(self, group: RmaGroup, number: int, put: Callable[[Any, int], None], counters: Any, ring: Any) -> None:
-        """number: the peer's in its group. put: bytes to a place in the peer's ring (0 and up) or of its counters
-        (below). counters, ring: here; int64 [2] and uint8 [n]."""
+        """Set up the streams.
+
+        Args:
+            number: of the peer in its group.
+            put: puts bytes to a place in the peer's ring (0 and up) or among its counters (below 0).
+            counters: this rank's for the peer, int64 [2].
+            ring: this rank's for the peer, uint8 [n].
+        """
         self._group, self.number, self.put, self._counters, self._ring = group, number, put, counters, ring
         self._window = group.window
         self.outgoing: deque[Message] = deque()
         self.incoming: deque[Message] = deque()
-        self._sent, self._read = np.zeros(1, np.int64), np.zeros(1, np.int64)  # this rank's counts, for the peer
+        self._sent, self._read = np.zeros(1, np.int64), np.zeros(1, np.int64)  # counts to put to the peer
 
     def send(self) -> bool:
-        """Puts what there is room for, up to a piece. Returns whether there was any."""
+        """Put as much as there is room for, at most a piece. Return True if anything was put."""
         sent, capacity = int(self._sent[0]), len(self._ring)
         room = min(PIECE, capacity - sent + int(self._counters[1]))
         while self.outgoing and room:
@@ -88,13 +104,16 @@ class Peer:
         return moved
 
     def raise_flag(self) -> None:
-        """Tells the peer of what was put, once it is there."""
+        """Put the count of bytes to the peer, after those have arrived."""
         self._window.Flush(self.number)
         self.put(self._sent, -COUNTERS)
         self._window.Flush(self.number)
 
     def receive(self) -> bool:
-        """Copies out what has come and is awaited. Returns whether there was any."""
+        """Copy out bytes that have arrived and are expected. Return True if there were any.
+
+        Raise WrongMessage if a message has another length.
+        """
         arrived, read, capacity = int(self._counters[0]), int(self._read[0]), len(self._ring)
         while self.incoming and read < arrived:
             message, start = self.incoming[0], read % capacity
@@ -105,21 +124,28 @@ class Peer:
                 self.incoming.popleft()
                 came, mask = int(message.bits.view(np.int64)[0]) if message.length else 0, (1 << CALL_BIT) - 1
                 if came >> CALL_BIT != message.length >> CALL_BIT:
-                    self.incoming = deque(maxlen=0)  # the ranks wait for each other: the watch knows in which calls
+                    self.incoming = deque(maxlen=0)  # take nothing more: the watch will find ranks in different calls
                 elif came != message.length:
                     raise self._group.refused(self.number, came & mask, message.length & mask)
         if read == self._read[0]:
             return False
         self._read[0] = read
-        self._window.Sync()  # it was read before the peer learns that it may write there
+        self._window.Sync()  # complete the reads before the peer may write there again
         self.put(self._read, 8 - COUNTERS)
         self._window.Flush_local(self.number)
         return True
 
 
 class _Transfer:
+    """The messages of one call in flight."""
+
     def __init__(self, group: RmaGroup, messages: list[Message], requests: list[Any], kept: list[Any]) -> None:
-        """requests: MPI's own. kept: tensors that live until then."""
+        """Hold messages.
+
+        Args:
+            requests: MPI's own, for messages longer than a ring.
+            kept: tensors to keep alive meanwhile.
+        """
         self._group, self._messages, self._requests, self._kept = group, messages, requests, kept
 
     def wait(self) -> None:
@@ -127,10 +153,11 @@ class _Transfer:
         self._requests, self._kept = [], []
 
     def _poll(self) -> bool:
+        """Move messages in all groups. Return True if this call's messages are done."""
         while self._group.turn():
             pass
         if not self._group.lock.acquire(blocking=False):
-            return False  # another thread is at this group: what it puts is not there yet
+            return False  # another thread is at this group, and its puts may not have arrived
         try:
             while self._messages and self._messages[-1].is_through:
                 self._messages.pop()
@@ -138,12 +165,12 @@ class _Transfer:
             self._group.lock.release()
         if self._requests:
             return bool(self._group.test_all(self._requests)) and not self._messages
-        self._group.probe()  # over fabrics that need it, the library sees to the puts of others
+        self._group.probe()  # on fabrics that need it, this lets the library handle the puts of others
         return not self._messages
 
 
 class RmaGroup(MpiGroup):
-    """Ranks that share a window."""
+    """A group with a window of its own."""
 
     def __init__(
         self, transport: RmaTransport, mpi: Any, communicator: Any, window: Any, ranks: tuple[int, ...]
@@ -155,14 +182,16 @@ class RmaGroup(MpiGroup):
         memory[:] = 0  # the first use of a page takes long
         self._counters = memory[: size * COUNTERS].view(np.int64).reshape(size, 2)
         self._rings = memory[size * COUNTERS :].reshape(size, -1)
-        self._seen = b""  # counters that nothing more is to be done about
+        self._seen = b""  # counters for which everything has been done
         self._peers = [self._peer(number) for number in range(size)]
 
     def _peer(self, number: int) -> Peer:
+        """Return the streams to and from a peer."""
         byte, put, counters = self._mpi.BYTE, self.window.Put, (self.index + 1) * COUNTERS
         ring = self._counters.nbytes + self.index * self._rings.shape[1]
 
         def put_there(bits: Any, at: int) -> None:
+            """Put bytes to the peer's ring or counters."""
             put([bits, byte], number, at + (ring if at >= 0 else counters))
 
         return Peer(self, number, put_there, self._counters[number], self._rings[number])
@@ -190,10 +219,11 @@ class RmaGroup(MpiGroup):
 
     @property
     def is_busy(self) -> bool:
+        """True if messages are in flight."""
         return any(peer.outgoing or peer.incoming for peer in self._peers)
 
     def advance(self) -> bool:
-        """Moves what can be moved, for the one who holds the lock. Returns whether there was any."""
+        """Move bytes where possible; the caller holds the lock. Return True if any were moved."""
         self.window.Sync()
         counters = self._counters.tobytes()
         if counters == self._seen:
@@ -204,15 +234,19 @@ class RmaGroup(MpiGroup):
         return any(moved)
 
     def _send(self) -> bool:
+        """Put bytes to all peers. Return True if there were any."""
         moved = [peer for peer in self._peers if peer.outgoing and peer.send()]
-        for peer in moved:  # all are on their way before the first one is waited for
+        for peer in moved:  # all puts are started before the first one is waited for
             peer.raise_flag()
         return bool(moved)
 
 
 class RmaTransport(MpiTransport):
-    """Windows, made for good when their group is. Where MPI has none that fit this is two-sided MPI: the ranks agree on
-    that at the start, and `drawback` tells why."""
+    """A transport over windows, which are allocated with their groups and kept.
+
+    If MPI has no suitable windows, messages are two-sided. The ranks agree on that at the start, and `drawback` has the
+    reason.
+    """
 
     def __init__(self, health: Health) -> None:
         self._groups: list[RmaGroup] = []
@@ -224,7 +258,7 @@ class RmaTransport(MpiTransport):
             self.world = self._over(self._communicator, tuple(range(self.size)))
 
     def turn(self) -> bool:
-        """Moves what can be moved in all groups that no other thread is at. Returns whether there was any."""
+        """Move bytes in all groups that no other thread is at. Return True if any were moved."""
         moved = False
         for group in self._groups:
             if group.is_busy and group.lock.acquire(blocking=False):
@@ -250,7 +284,7 @@ class RmaTransport(MpiTransport):
         return group
 
     def _tried(self) -> tuple[bool, str]:
-        """Whether windows are out of the question here, and what is wrong with them; alike on all ranks."""
+        """Try windows. Return True if they cannot be used, and what is wrong with them; the same on all ranks."""
         mpi, world, wrong = self._mpi, self._communicator, 0
         try:
             window = mpi.Win.Allocate(8, 1, comm=world)
@@ -267,7 +301,7 @@ class RmaTransport(MpiTransport):
         return worst[0] > 1, DRAWBACKS[worst[0]]
 
     def _release(self) -> None:
-        """Windows end when all ranks are done with them; after a fault they are left to the end of the process."""
+        """Free windows when all ranks are done with them. After a fault they are left until the process ends."""
         with contextlib.suppress(PeerLost, UserError):
             self.health.check()
             met, late = self._communicator.Ibarrier(), time.monotonic() + FREE_S
@@ -282,7 +316,8 @@ class RmaTransport(MpiTransport):
 
 
 def _tried_in(window: Any, mpi: Any, world: Any) -> int:
-    """Which of DRAWBACKS a window of 8 bytes shows. Does a put arrive while its receiver makes no call of MPI?"""
+    """Return the index in DRAWBACKS that a window of 8 bytes shows: whether a put arrives while its receiver makes no
+    MPI call."""
     came = np.frombuffer(window.tomemory(), dtype=np.int64)
     came[0] = 0
     window.Lock_all(mpi.MODE_NOCHECK)

@@ -1,4 +1,4 @@
-"""torch.distributed as transport: gloo on CPU, xccl (older stacks: ccl) on Intel GPUs, nccl on NVIDIA GPUs."""
+"""A transport over torch.distributed: gloo on CPU, xccl (older versions: ccl) on Intel GPUs, nccl on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from cocodiff.config.errors import UserError
 from cocodiff.kernels.device import StreamMark, used_on_current_stream
 
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
-# A busy peer is not a lost one: the watch tells them apart, so the library's own clock is set far away.
+# The library's own timeout. The watch can tell a busy peer from a lost one, so this is long.
 NEVER = datetime.timedelta(days=7)
-# PyTorch's releases whose xccl makes a group of oneCCL's of every message in a batch (torch-xpu-ops, release/2.10,
-# ProcessGroupXCCL.cpp:990; mended in 2.11 by 2688). A group's end waits on the host for the message's other rank.
+# Releases of PyTorch whose xccl makes a oneCCL group for each message of a batch (torch-xpu-ops, release/2.10,
+# ProcessGroupXCCL.cpp:990; fixed in 2.11 by 2688). At a group's end the host waits for the message's other rank.
 ONE_BY_ONE = ("2.10",)
-_gloo_groups: Counter[tuple[int, ...]] = Counter()  # how many of given ranks this process has made
-_users: list[TorchDistTransport] = []  # of the default process group, where one of them started it
+_gloo_groups: Counter[tuple[int, ...]] = Counter()  # number of groups that this process has made, by their ranks
+_users: list[TorchDistTransport] = []  # transports over the default process group, if one of them started it
 
 
 def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
-    """A process group, for which only its members meet."""
+    """Return a new process group. Only its members call this."""
     return dist.new_group(list(ranks), timeout=NEVER, backend=backend, use_local_synchronization=True)
 
 
 def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
-    """A gloo group on the default group's devices; a group as torch.distributed makes them where these are not told.
-    Each gloo device has a thread that looks for messages a hundred times a second even when none come, and
-    torch.distributed gives each group a device of its own: where 12 ranks on two cores had made the groups of 30
-    engines, these threads took half of both."""
+    """Return a new gloo group that shares the default group's devices; or one with its own, if these are not
+    accessible.
+
+    Each gloo device has a thread that looks for messages a hundred times a second, and torch.distributed makes a device
+    for each group. When 12 ranks on two cores had made the groups of 30 engines, these threads took half of both cores.
+    """
     if dist.get_backend() != "gloo":
         return new_group(ranks, "gloo")
     gloo: Any = dist.ProcessGroupGloo
@@ -57,27 +59,38 @@ def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
 
 
 class _Works:
+    """The messages of one call in flight."""
+
     def __init__(self, works: list[Any], on_device: Sequence[Tensor] = ()) -> None:
-        """on_device: the messages, where they are an accelerator's."""
+        """Hold the library's works.
+
+        Args:
+            on_device: the messages, if they are on an accelerator.
+        """
         self._works, self._on_device = works, on_device
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        # The library may hold them no longer. Once this stream is behind the messages, what it uses is kept for them.
+        # The library may no longer hold the tensors. This stream waits for the messages, so memory used by it is kept.
         used_on_current_stream(self._on_device)
         self._works, self._on_device = [], ()
 
 
 class TorchDistGroup(Group):
-    """Ranks that share a process group. Messages are point to point: gloo's own all-to-all serves peers in turns and
-    reaches half of the links' rate, receives posted before sends reach nearly all of it.
+    """A group over a process group of torch.distributed.
 
-    With `at_once` a collective call is one all-to-all of torch.distributed's backend, with a size for each peer: the
-    flat baseline of CoCoDiff, and a way around backends that deliver batches of sends and receives wrong (torch-xpu-ops
-    3022) or each message alone (`ONE_BY_ONE`)."""
+    Messages are point to point: gloo's own all-to-all serves peers in turn and reaches half of the links' rate, while
+    receives posted before sends reach nearly all of it.
 
-    in_one_order = True  # of a batch's messages; without, sends come first, which never ends where `ONE_BY_ONE` is so
+    With `at_once`, `collective` is one all-to-all of torch.distributed's backend, with a size for each peer. That is
+    the flat baseline of CoCoDiff. It also avoids backends that deliver batches of sends and receives wrong
+    (torch-xpu-ops 3022) or each message by itself (`ONE_BY_ONE`).
+    """
+
+    # True to list a batch's messages in an order that ranks share. With False sends come first; such a batch never ends
+    # with the releases in `ONE_BY_ONE`.
+    in_one_order = True
 
     def __init__(
         self, process_group: Any, ranks: tuple[int, ...], rank: int, device: torch.device, health: Health | None = None
@@ -86,7 +99,7 @@ class TorchDistGroup(Group):
         self._on_cpu = device.type == "cpu"
         self._nothing: dict[int, Tensor] = {}
         self.ranks, self.index, self.device = ranks, ranks.index(rank), device
-        self.receives_ahead = self._on_cpu  # device backends match the two lists of one batch
+        self.receives_ahead = self._on_cpu  # device backends match the sends and receives of one batch
 
     def together(self) -> Group:
         group = copy(self)
@@ -97,13 +110,13 @@ class TorchDistGroup(Group):
         sends, recvs = not_empty(sends), not_empty(recvs)
         group, tag = self._process_group, call_tag(31)
         if self._on_cpu:
-            # The group's own calls: irecv and isend check in Python what is so here, which takes as long as the call.
+            # The group's own calls, because the checks of irecv and isend in Python take as long as the call.
             received = [group.recv([tensor], peer, tag) for tensor, peer in recvs]
             return _Works(received + [group.send([tensor], peer, tag) for tensor, peer in sends])
         sends, recvs = self._both_ways(sends, recvs)
         # With receives listed first some backends deadlock, and torch 2.10's XCCL begins a message only when the one
         # before it has ended on both sides (ProcessGroupXCCL.cpp:990). So all ranks list theirs in one order: by the
-        # exclusive or of both ranks, which no two peers of a rank share; then what the lower rank sends comes first.
+        # exclusive or of both ranks, which differs for all peers of a rank; then the lower rank's message comes first.
         listed: list[tuple[int, bool, Any, Tensor, int]] = [
             *((self.index ^ peer, self.index > peer, dist.isend, x, peer) for x, peer in sends),
             *((self.index ^ peer, peer > self.index, dist.irecv, x, peer) for x, peer in recvs),
@@ -115,15 +128,18 @@ class TorchDistGroup(Group):
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
 
     def _both_ways(self, *lists: Messages) -> list[Messages]:
-        """Sends and receives with a byte more where two ranks have messages one way alone in a call, as both of them
-        see: sends or receives alone may never end in oneCCL 2021.17 (torch-xpu-ops 2688, oneCCL 192)."""
+        """Return sends and receives with an extra byte where two ranks have messages in one direction only.
+
+        Both of them see this. Sends or receives without the other may never end in oneCCL 2021.17 (torch-xpu-ops 2688,
+        oneCCL 192).
+        """
         sent, received = ({peer: x for x, peer in messages} for messages in lists)
         for ways, others, messages in ((received, sent, lists[0]), (sent, received, lists[1])):
             messages += [(self._byte(peer, x), peer) for peer, x in ways.items() if peer not in others]
         return [*lists]
 
     def _byte(self, peer: int, like: Tensor) -> Tensor:
-        """Of every peer the same one, whatever is in it, so that its address stays."""
+        """Return a byte with any value. It is the same one for each peer, so that its address stays."""
         if peer not in self._nothing:
             self._nothing[peer] = like.new_zeros(1, dtype=torch.uint8)
         return self._nothing[peer]
@@ -139,8 +155,10 @@ class TorchDistGroup(Group):
         return _Arriving(work, sent, came, [x for of_peer in incoming for x in of_peer], self.device)
 
     def _by_peer(self, messages: Messages) -> tuple[list[list[Tensor]], list[int]]:
-        """Each peer's messages as bytes, in order, and how many bytes they have; a byte where nothing is due, for sizes
-        of zero were seen to fail in oneCCL."""
+        """Return each peer's messages as bytes, in order, and their total size. A peer without messages gets one byte.
+
+        Sizes of zero have been found to fail in oneCCL.
+        """
         parts: list[list[Tensor]] = [[] for _ in self.ranks]
         for tensor, peer in messages:
             parts[peer] += [tensor.view(-1).view(torch.uint8)] if tensor.numel() else []
@@ -157,11 +175,19 @@ class TorchDistGroup(Group):
 
 
 class _Arriving:
-    """Messages that come in one buffer. The first `wait` copies them from there, on its stream; every `wait` orders its
-    stream behind these copies."""
+    """The messages of a call that arrive in one buffer.
+
+    The first `wait` copies them from there, on its stream. Every `wait` makes its stream wait for these copies.
+    """
 
     def __init__(self, work: Any, sent: Tensor, came: Tensor, messages: list[Tensor], device: torch.device) -> None:
-        """messages: bytes that belong elsewhere, in the order in which they lie in `came`."""
+        """Hold the transfer.
+
+        Args:
+            sent: buffer with all bytes that are sent.
+            came: buffer for all bytes that are received.
+            messages: targets as bytes, in the order of `came`.
+        """
         self._work, self._held, self._messages, self._device = work, [sent, came], messages, device
         self._lock = threading.Lock()
         self._done: StreamMark | None = None
@@ -180,13 +206,19 @@ class _Arriving:
 
 
 class TorchDistTransport(LaneOwner):
-    """A process group. One that was initialised here is destroyed when the last transport over it is closed."""
+    """A transport over torch.distributed. A default process group that was initialised here is destroyed when the last
+    transport over it is closed."""
 
     def __init__(
         self, device: torch.device, health: Health, owns_group: bool, library: str | None, carrier: LaneOwner | None
     ) -> None:
-        """library: the backend of its groups; None for that of the default process group. carrier: of a device's
-        transport, what carries its values, over host memory; closed with this one."""
+        """Make the world group.
+
+        Args:
+            owns_group: True if this run initialised the default process group.
+            library: backend of its groups; None for that of the default process group.
+            carrier: for a device, carries values over host memory; closed with this one.
+        """
         self.one_thread, self.carrier = device.type != "cpu", carrier
         super().__init__(device, health)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -201,13 +233,13 @@ class TorchDistTransport(LaneOwner):
 
             self.node_of = nodes_to_tell_apart(self)
         everyone, ours = tuple(range(self.size)), counted and self.library == dist.get_backend()
-        # The process group of somebody else has limits of time of its own.
+        # A process group that another program initialised has time limits of its own.
         self.world = self._by_node(everyone, self._group_over(dist.group.WORLD, everyone) if ours else None)
         if self.one_by_one:
             self.world = self.world.together()
 
     def _new_group(self, members: tuple[int, ...]) -> TorchDistGroup:
-        # Only the members meet here: cards and planes are set up side by side.
+        # Only the members take part, so cards and planes are set up at the same time.
         make = partial(gloo_group, members, self.rank) if self.library == "gloo" else partial(new_group, members)
         process_group = self.blocking(make, among=members)
         self._groups.append(process_group)
@@ -219,8 +251,11 @@ class TorchDistTransport(LaneOwner):
         return TorchDistGroup(process_group, members, self.rank, self.device, self.health)
 
     def _meet(self, process_group: Any, members: tuple[int, ...]) -> None:
-        """A first collective of all members. Device backends build a group's communicator in its first call; were that
-        a batch of messages that not all members take part in, it would hang (PyTorch's page on batch_isend_irecv)."""
+        """Run a first collective of all members.
+
+        Device backends create a group's communicator in its first call. If that was a batch of messages in which not
+        all members take part, it would hang (PyTorch's page on batch_isend_irecv).
+        """
         one = torch.ones(1, device=self.device)
         self.blocking(lambda: dist.all_reduce(one, group=process_group, async_op=True).wait(), among=members)
 
@@ -229,7 +264,7 @@ class TorchDistTransport(LaneOwner):
         if self in _users:
             _users.remove(self)
         for process_group in self._groups:
-            if not isinstance(process_group, dist.ProcessGroup):  # torch.distributed knows nothing of it
+            if not isinstance(process_group, dist.ProcessGroup):  # made without torch.distributed
                 process_group.shutdown()
             elif not is_last:
                 dist.destroy_process_group(process_group)
@@ -238,17 +273,21 @@ class TorchDistTransport(LaneOwner):
 
 
 def initialise(backend: str, store: Any, rank: int, size: int, device: torch.device) -> None:
-    """Starts the default process group. The device is set before, as xccl and nccl want it; `ccl` of older stacks makes
-    its communicators without being told of it."""
+    """Start the default process group.
+
+    The device is set before, as xccl and nccl require. The `ccl` of older versions does not take it.
+    """
     device_id = device if backend in ("xccl", "nccl") else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NEVER, device_id=device_id)
 
 
+# Backends by type of device, the preferred one first.
 BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Loads what registers a backend. Raises UserError where it is not there or does not carry a device's tensors."""
+    """Load the module that registers a backend. Raise UserError if it is missing or does not carry the device's
+    tensors."""
     fitting = _backends_of(device)
     if backend not in fitting:
         remedy = f"use --transport {' or '.join(fitting)}"
@@ -265,19 +304,19 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def posts_one_by_one(backend: str) -> bool:
-    """Return True if this PyTorch makes a group of oneCCL's of each message in a batch, see `ONE_BY_ONE`."""
+    """Return True if this PyTorch makes a oneCCL group for each message of a batch, see `ONE_BY_ONE`."""
     return backend == "xccl" and ".".join(torch.__version__.split(".")[:2]) in ONE_BY_ONE
 
 
 def device_backend(device: torch.device) -> str:
-    """The backend that fits a device; Intel's older stacks bring ccl. Raises UserError where none does."""
+    """Return the backend for a device; Intel's older versions have ccl. Raise UserError if there is none."""
     if device.type == "xpu" and not dist.is_xccl_available():
         return "ccl"
     return _backends_of(device)[0]
 
 
 def _backends_of(device: torch.device) -> tuple[str, ...]:
-    """The one to take first. Raises UserError where there is none: of an accelerator that only torch knows."""
+    """Return the backends for a device, the preferred one first. Raise UserError if there are none."""
     if device.type not in BACKENDS:
         raise UserError(f"no transport carries {device.type} tensors between ranks: use one rank, or --device cpu")
     return BACKENDS[device.type]

@@ -1,7 +1,7 @@
-"""A record of a run: spans on lanes, and payload bytes per link class.
+"""A record of a run: spans on lanes, and payload bytes by class of link.
 
-Bytes are payload, counted once, at the sender, in the class of the link between the two endpoints. What the model's
-own gather at its exit moves is counted apart from the attention's tensors.
+Bytes are payload, counted once, at the sender, for the class of the link between the two ranks. Bytes of the model's
+own gather at its exit are counted separately from those of attention.
 """
 
 from __future__ import annotations
@@ -15,28 +15,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
-# What is sent: q, k, v and o, of which calls of guidance that all ranks share are counted apart where it is parallel;
-# the model's output within a part; between guidance's parts; what the residual codec decides by; parts of blocks'
-# weights. "whole": what q, k, v and o would have been without a codec. Parts of q, k, v and o: "late", that no call
-# waited for, and "overflow", the lossless codec's rests.
+# Purposes that bytes are counted for:
+# attention  q, k, v and the output; "unsplit" for calls that all ranks share while guidance is parallel
+# gather     the model's output, within a guidance branch
+# guidance   the model's output, between branches
+# notes      what codecs decide by
+# whole      the bytes that q, k, v and the output would have without a codec
+# late       the part of q, k, v and the output that no call waited for
+# overflow   the part of q, k, v and the output that is rests of the lossless codec
+# weights    parts of blocks' weights
 PURPOSES = ("attention", "unsplit", "gather", "guidance", "notes", "whole", "late", "overflow", "weights")
-MAX_SPANS = 2_000  # of one rank; later ones are counted, not kept
+MAX_SPANS = 2_000  # most spans kept of one rank; later ones are only counted
 
 
 class Span(NamedTuple):
-    """A piece of work: name, lane (thread), start and end in nanoseconds of the process's clock, kind of layer.
-    late_bytes: that this rank sent in it and no call of attention waited for, as of weights none does."""
+    """A piece of work."""
 
     name: str
-    lane: str
-    start_ns: int
-    end_ns: int
-    layer: str = ""
-    late_bytes: int = 0
+    lane: str  # name of the thread
+    start_ns: int  # by the process's clock
+    end_ns: int  # by the process's clock
+    layer: str = ""  # kind of layer
+    late_bytes: int = 0  # bytes that this rank sent in it and that no attention call waited for, such as weights
 
 
 class Trace:
-    """One rank's record. Safe to write from several lanes at once."""
+    """The record of one rank. Several lanes may write to it at the same time."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -47,9 +51,11 @@ class Trace:
         self._lock = threading.Lock()
 
     def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> AbstractContextManager[None]:
+        """Return a context manager that records its `with` block as a span."""
         return _Running(self, name, lane, layer, late_bytes)
 
     def keep(self, span: Span) -> None:
+        """Add a finished span, or count it if there are too many."""
         with self._lock:
             if len(self.spans) < MAX_SPANS:
                 self.spans.append(span)
@@ -57,41 +63,42 @@ class Trace:
                 self.dropped += 1
 
     def count(self, link_class: str | None, payload_bytes: int, purpose: str = "attention") -> None:
-        """Adds bytes that this rank sends; `link_class` None is a rank's message to itself, which is free."""
+        """Count bytes that this rank sends. With `link_class` None, a message to itself, nothing is counted."""
         if link_class is not None:
             with self._lock:
                 self._bytes[purpose, link_class] += payload_bytes
 
     def note_kernel(self, operation: str, path: str) -> None:
-        """Counts an operation that "sycl" or "torch" ran."""
+        """Count an operation that ran as "sycl" or "torch"."""
         with self._lock:
             self._kernels[operation, path] += 1
 
     def kernels(self) -> dict[tuple[str, str], int]:
-        """How often each (operation, path) ran on this rank."""
+        """Return the number of runs of each (operation, path) on this rank."""
         with self._lock:
             return dict(self._kernels)
 
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
-        """Bytes sent by this rank per link class, for one of PURPOSES."""
+        """Return the bytes that this rank has sent, by class of link, for one of PURPOSES."""
         with self._lock:
             return {link: self._bytes[purpose, link] for link in LINK_CLASSES}
 
     def clear(self) -> None:
+        """Remove all records."""
         with self._lock:
             self.spans, self.dropped = [], 0
             self._bytes.clear()
             self._kernels.clear()
 
     def record(self) -> dict[str, Any]:
-        """Everything as plain data, to be gathered from other ranks."""
+        """Return everything as plain data, for gathering from all ranks."""
         with self._lock:
             counts = {"dropped": self.dropped, "bytes": dict(self._bytes), "kernels": dict(self._kernels)}
             return {"rank": self.rank, "spans": list(self.spans), **counts}
 
 
 class CountedAs(Trace):
-    """Another trace's record. `purpose`: of the bytes that are counted here without one."""
+    """A trace that records in another one, and counts bytes without a purpose for a given purpose."""
 
     def __init__(self, trace: Trace, purpose: str) -> None:
         super().__init__(trace.rank)
@@ -108,7 +115,7 @@ class CountedAs(Trace):
 
 
 class _Running:
-    """A span under way. Not a generator: a layer has a dozen spans, and these cost half as much."""
+    """A span that is not finished. A generator would cost twice as much, and a layer has a dozen spans."""
 
     __slots__ = ("_lane", "_late_bytes", "_layer", "_name", "_start_ns", "_trace")
 
@@ -124,8 +131,14 @@ class _Running:
 
 
 def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes the records of all ranks, by mode, as one Chrome trace, which Perfetto opens: a process per rank, a thread
-    per mode and lane. Times are in microseconds; clocks of different hosts are not aligned."""
+    """Write the records of all ranks as one Chrome trace, which Perfetto opens: a process for each rank, a thread for
+    each mode and lane.
+
+    Times are in microseconds. Clocks of different hosts are not aligned.
+
+    Args:
+        records: of all ranks, by mode.
+    """
     every = [(mode, record) for mode, of_mode in records.items() for record in of_mode]
     start = min((span[2] for _, record in every for span in record["spans"]), default=0)
     events: list[dict[str, Any]] = [

@@ -1,9 +1,9 @@
-"""The interface to a communication library: ranks, some of them, groups, lanes, asynchronous messages.
+"""The interface to a communication library: ranks, groups of ranks, lanes, asynchronous messages.
 
-Every group call returns at once with a `Pending`; on accelerators its `wait` orders streams and does not block the
-host. A *lane* is an ordered background worker: packing and communication are submitted to it as one job, so both stay
-off the critical path. All ranks submit to a lane in program order, which is all the agreement they need. Where the
-library of a device wants one order of all messages of a process, all lanes share a thread (`LaneOwner.one_thread`).
+Every group call returns at once with a `Pending`. On accelerators its `wait` orders streams and does not block the
+host. A *lane* is an ordered background worker. Packing and communication are submitted to it as one job, so both stay
+off the critical path. All ranks submit to a lane in program order; they need no other agreement. Some device libraries
+need one order for all messages of a process. Then all lanes share one thread (`LaneOwner.one_thread`).
 """
 
 from __future__ import annotations
@@ -28,132 +28,156 @@ from cocodiff.config.registry import imported
 from cocodiff.kernels.device import HandedOver, OwnStream
 
 T = TypeVar("T")
-Messages = list[tuple[Tensor, int]]  # with the peer that each goes to or comes from
-TOGETHER = {"auto": None, "batch": False, "alltoall": True}  # by the setting `messages`, see `Transport.group`
-CHECK_S = 0.25  # how often a blocked wait asks whether a peer was lost
+Messages = list[tuple[Tensor, int]]  # tensors, each with the peer that it goes to or comes from
+TOGETHER = {"auto": None, "batch": False, "alltoall": True}  # values for `Transport.group` by setting `messages`
+CHECK_S = 0.25  # seconds between two checks of a blocked wait for lost peers
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """The messages of a call that are being sent and received."""
 
     def wait(self) -> None:
-        """On accelerators the caller's stream waits, and counts as one that uses the messages' tensors."""
+        """Wait until the messages have arrived.
+
+        On accelerators the caller's stream waits, and the messages' tensors count as used by it.
+        """
 
 
 class Group(ABC):
-    """Some of the ranks, in a communication context of their own. Peers are named by their index in `ranks`.
+    """A set of ranks with a communication context of its own. Peers are named by their index in `ranks`.
 
-    Tensors are contiguous and stay untouched by the caller until `wait`. Sizes may be uneven; a size of 0 is posted by
-    neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
-
-    receives_ahead: a receive may be posted in an earlier call than its peer's send, or in a call without sends. Where
-    not, both sides list a message in calls of the same number. at_once: `collective` is one all-to-all of the library,
-    which every rank of the group has to call. device: of messages that a group makes by itself.
+    Tensors are contiguous, and the caller leaves them untouched until `wait`. Sizes may be uneven; a message of size 0
+    is posted by neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
     """
 
     ranks: tuple[int, ...]
-    index: int
+    index: int  # of this rank in `ranks`
+    # True if a receive may be posted in an earlier call than its peer's send, or in a call without sends. Otherwise
+    # both sides list a message in calls of the same number.
     receives_ahead = True
-    at_once = False
-    device = torch.device("cpu")
+    at_once = False  # True if `collective` is one all-to-all of the library, which every rank of the group has to call
+    device = torch.device("cpu")  # of messages that the group makes itself
 
     @abstractmethod
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
-        """(tensor, peer) pairs; both sides list the messages between two peers in the same order."""
+        """Start sending and receiving tensors. Both sides list the messages between two peers in the same order."""
 
     def collective(self, sends: Messages, recvs: Messages) -> Pending:
-        """The same, in a call that every rank of the group makes: for libraries that have a collective of their own."""
+        """Start sending and receiving like `send_recv`, in a call that every rank of the group makes."""
         return self.send_recv(sends, recvs)
 
     def together(self) -> Group:
-        """These ranks, with collective calls that are one all-to-all of the library; a UserError where it has none."""
+        """Return a group of the same ranks whose `collective` is one all-to-all of the library. Raise UserError if it
+        has none."""
         raise UserError("messages alltoall: these ranks have no all-to-all of a library: use --transport gloo or xccl")
 
     def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        """sends[p] goes to peer p, recvs[p] comes from peer p; the own one is copied. All peers are served at once."""
+        """Start sending sends[p] to peer p and receiving recvs[p] from it. The own tensor is copied. All peers are
+        served at the same time."""
         check_counts(len(self.ranks), sends, recvs)
         recvs[self.index].copy_(sends[self.index])
         others = [peer for peer in range(len(self.ranks)) if peer != self.index]
         return self.collective([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
 
     def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
-        """recvs[p] receives peer p's tensor; sizes may differ between peers."""
+        """Start sending one tensor to all peers and receiving peer p's in recvs[p]. Sizes may differ between peers."""
         return self.all_to_all([send] * len(self.ranks), recvs)
 
     def barrier(self) -> None:
-        """Returns when every rank of the group has come to it."""
+        """Block until every rank of the group has called this."""
         parts = list(torch.empty(len(self.ranks), 1, device=self.device))
         self.all_gather(torch.zeros(1, device=self.device), parts).wait()
-        torch.cat(parts).tolist()  # on accelerators the wait has ordered streams only
+        torch.cat(parts).tolist()  # on accelerators `wait` has only ordered streams
 
 
 class Transport(ABC):
-    """Ranks that can talk: those of a run, or some of them. One object per rank.
+    """A set of ranks that can communicate: those of a run, or some of them. Each rank has an object of its own.
 
-    control: the lane of what all ranks do now and then, in program order: set-up, selections, the gather of outputs.
-    One of its jobs waits for no other lane. world: a group of all these ranks, for jobs of the control lane.
-    run_ranks, run_size: the numbers of these ranks in the whole run, and how many ranks that has. They differ from
-    `rank` and `size` for a part of a run. Errors and `health` name ranks by their numbers in the whole run."""
+    Errors and `health` name ranks by their numbers in the whole run.
+    """
 
-    rank: int
-    size: int
+    rank: int  # of this process among these ranks
+    size: int  # number of these ranks
+    # The lane for what all ranks do together in program order: set-up, selections, gathers of outputs. None of its jobs
+    # waits for another lane.
     control: Lane
-    world: Group
-    device: torch.device
-    health: Health
+    world: Group  # all these ranks, for jobs of the control lane
+    device: torch.device  # of messages
+    health: Health  # finds lost ranks
     _closed = False
 
     @abstractmethod
     def group(self, ranks: Sequence[int], together: bool | None = None) -> Group:
-        """A group that this rank is in. Every rank makes one when any rank does, be it of itself alone:
-        torch.distributed tells groups apart by their members and by how many groups a rank has made before. together:
-        its `at_once`; by default as `LaneOwner.one_by_one` says."""
+        """Make a group that includes this rank. Whenever one rank makes a group, every rank has to make one, if only of
+        itself.
+
+        torch.distributed distinguishes groups by their members and by the number of groups that a rank has made before.
+
+        Args:
+            ranks: its members.
+            together: its `at_once`; by default as `LaneOwner.one_by_one` requires.
+        """
 
     @abstractmethod
     def lane(self, name: str) -> Lane:
-        """The lane of this name, which is made when it is first asked for."""
+        """Return the lane of this name, which is made at the first call."""
 
     @property
     @abstractmethod
     def host_world(self) -> Group:
-        """A group of all these ranks whose messages lie in host memory: for values and set-up. A device's library need
-        not bear messages that go one way alone, as those do (oneCCL 2021.17)."""
+        """A group of all these ranks whose messages are in host memory, for values and set-up.
+
+        Such messages may go one way only, which a device's library need not support (oneCCL 2021.17).
+        """
 
     @property
     def closed(self) -> bool:
+        """True after `close`."""
         return self._closed
 
     @property
     def run_ranks(self) -> tuple[int, ...]:
+        """The numbers of these ranks in the whole run."""
         return tuple(range(self.size))
 
     @property
     def run_size(self) -> int:
+        """The number of ranks in the whole run."""
         return self.size
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """`Health.arrive`, for a call that all ranks of this transport make, or all of `among`."""
+        """Tell the watch that a call begins that all ranks of this transport make, or all of `among`. See
+        `Health.arrive`."""
         self.health.arrive(at, among if len(among) < self.size else ())
 
     def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
-        """Runs `job`, which all ranks call, or all of `among`, on the control lane, so that a lost peer ends the wait
-        for it. Returns its result: no tensors of a device. at: its name."""
+        """Run `job` on the control lane and return its result. All ranks call this, or all of `among`.
+
+        A lost peer ends the wait. The result must not have tensors of a device.
+
+        Args:
+            at: name of the call.
+        """
         self.arrive(at, among)
         found: list[T] = []
         self.control.submit(lambda: found.append(job())).wait()
         return found[0]
 
     def gather_object(self, value: Any, at: str = "gather_object") -> list[Any] | None:
-        """Return all ranks' values, see `objects.as_bytes`, on rank 0; None elsewhere. Blocks; for set-up and results.
-        at: its name, by which ranks that call something else are told."""
+        """Return all ranks' values on rank 0, and None on the other ranks. This blocks; it is for set-up and results.
+
+        Args:
+            value: plain data, see `objects.as_bytes`.
+            at: name of the call, which errors report if other ranks make another call.
+        """
         return self.blocking(lambda: gather_values(self.host_world, value), at)
 
     def broadcast_object(self, value: Any, at: str = "broadcast_object") -> Any:
-        """Return rank 0's value; see `gather_object`."""
+        """Return rank 0's value on every rank; see `gather_object`."""
         return self.blocking(lambda: broadcast_value(self.host_world, value), at)
 
     def over_all(self, value: Any, merge: Callable[[list[Any]], T], at: str) -> T:
-        """Return what rank 0 makes of all ranks' values, on every rank; see `gather_object`."""
+        """Merge all ranks' values on rank 0, and return the result on every rank; see `gather_object`."""
         of_ranks = self.gather_object(value, at)
         found: T = self.broadcast_object(None if of_ranks is None else merge(of_ranks), at)
         return found
@@ -164,24 +188,24 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves the run in good order. A second call does nothing."""
+        """Leave the run without an error. A second call does nothing."""
 
 
 class LaneOwner(Transport):
-    """Owns the lanes of all ranks of a run, by their names."""
+    """A transport of all ranks of a run, which owns the lanes."""
 
-    library = "none"  # what carries messages, in words
-    drawback = ""  # what is wrong with the transport that was asked for, in words
-    around: Callable[[Group], Group] | None = None  # what every group that is made is put into
-    # Whether one thread runs the jobs of all lanes, in the order in which they are submitted. A device's library may
-    # take one group of messages of a process at a time and block the host until the peers have come to it (oneCCL,
-    # src/coll/group): in another order than theirs ranks would wait for each other in a circle. Lanes overlap by their
-    # streams then.
+    library = "none"  # name of the library that carries messages
+    drawback = ""  # what is wrong with the transport that was asked for; "" if nothing is
+    around: Callable[[Group], Group] | None = None  # wraps every group that is made
+    # True if one thread runs the jobs of all lanes, in the order in which they are submitted. A device's library may
+    # take one group of messages of a process at a time and block the host until the peers have posted theirs (oneCCL,
+    # src/coll/group). If ranks had different orders, they would wait for each other in a circle. Lanes then overlap
+    # by their streams.
     one_thread = False
-    # Whether the library begins a message of a batch only when the one before it has ended on both ranks.
+    # True if the library begins a message of a batch only when the one before it has ended on both ranks.
     one_by_one = False
-    node_of: Sequence[Any] = ()  # the node of each rank, where a node's own messages need groups of their own
-    carrier: LaneOwner | None = None  # of a device's transport: what carries values, and with `host` all messages
+    node_of: Sequence[Any] = ()  # the node of each rank, if messages within a node need groups of their own
+    carrier: LaneOwner | None = None  # for a device: carries values, and with `host` all messages
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
@@ -205,7 +229,11 @@ class LaneOwner(Transport):
         return group if self.around is None else self.around(group)
 
     def _by_node(self, ranks: tuple[int, ...], whole: Group | None = None) -> Group:
-        """See `group_by_node`. whole: one of all these ranks that is there already."""
+        """Return a group, divided by nodes if needed; see `group_by_node`.
+
+        Args:
+            whole: an existing group of these ranks.
+        """
         if len(set(self.node_of)) < 2:
             return whole or self._new_group(ranks)
         make: Callable[..., Group] = imported("cocodiff.comm.groups:group_by_node")  # which few runs need
@@ -226,15 +254,20 @@ class LaneOwner(Transport):
     def _new_group(self, ranks: tuple[int, ...]) -> Group: ...
 
     def _release(self) -> None:
-        """Gives back what the communication library holds."""
+        """Release what the communication library holds."""
         return
 
 
 class PartGroup(Group):
-    """Members of a group under the part's numbers, in the part's order: all of the group or some of it."""
+    """A group, or some of its members, with other numbers and in another order of ranks."""
 
     def __init__(self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device) -> None:
-        """members: the index in `group` of each of `ranks`."""
+        """Wrap a group.
+
+        Args:
+            ranks: the new numbers of the members.
+            members: the index in `group` of each of `ranks`.
+        """
         self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
         self.at_once = group.at_once and len(ranks) == len(group.ranks)
@@ -254,16 +287,18 @@ class PartGroup(Group):
 
 
 class Part(Transport):
-    """The ranks `ranks` of a transport, in that order, this one among them. Lanes, control lane and world group are the
-    whole's, so a part costs no threads and no communicators until it makes groups. The ranks of a part make its groups
-    alike, as often and in the same order (see `Transport.group`). What one part does is independent of the others.
-    Closing a part leaves the whole open."""
+    """A part of a transport's ranks as a transport of its own, in a given order; this rank is one of them.
+
+    Lanes, control lane and world group are those of the whole. So a part needs no threads and no communicators until it
+    makes groups. The ranks of a part make the same groups, the same number of times and in the same order (see
+    `Transport.group`). Parts are independent of each other. Closing a part leaves the whole open.
+    """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, tuple(ranks)
         self.rank, self.size, self.control = self._ranks.index(whole.rank), len(self._ranks), whole.control
         self.device = whole.device
-        self.health = whole.health  # a rank lost anywhere ends the part too, and is named by its number in the run
+        self.health = whole.health  # any lost rank of the run ends the part too, and is named by its number in the run
         everyone = tuple(range(self.size))
         self.world = PartGroup(whole.world, everyone, self._ranks, self.device)
         self._host_world = PartGroup(whole.host_world, everyone, self._ranks, torch.device("cpu"))
@@ -302,7 +337,7 @@ class Part(Transport):
 
 
 def check_counts(peers: int, *lists: list[Tensor]) -> None:
-    """One tensor for each peer, all contiguous."""
+    """Raise ValueError unless each list has one contiguous tensor for each peer."""
     for tensors in lists:
         if len(tensors) != peers:
             raise ValueError(f"{len(tensors)} tensors for a group of {peers} ranks: give one for each")
@@ -312,8 +347,15 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
 
 
 def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int, Tensor]:
-    """Sends each peer of `sent` its bytes, and returns those of `sources`: first their sizes, then they themselves.
-    group: over host memory. Blocks; for a job of a lane."""
+    """Send each peer of `sent` its bytes and return those from `sources`: first their sizes, then the bytes.
+
+    This blocks; it is for jobs of a lane.
+
+    Args:
+        group: over host memory.
+        sent: uint8 tensors by peer.
+        sources: peers to receive from.
+    """
     lengths = {peer: torch.tensor([len(content)], device="cpu") for peer, content in sent.items()}
     expected = {peer: torch.empty(1, dtype=torch.int64, device="cpu") for peer in sources}
     group.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
@@ -323,7 +365,7 @@ def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]
 
 
 def gather_values(group: Group, value: Any) -> list[Any] | None:
-    """The values of all ranks of a group on its first one, None elsewhere."""
+    """Return the values of all ranks of a group on its first rank, and None on the others."""
     if group.index:
         pass_values(group, {0: as_bytes(value)}, ())
         return None
@@ -332,13 +374,13 @@ def gather_values(group: Group, value: Any) -> list[Any] | None:
 
 
 def broadcast_value(group: Group, value: Any) -> Any:
-    """The value of a group's first rank, along a binomial tree."""
+    """Return the value of a group's first rank on all its ranks. It is sent along a binomial tree."""
     own, size, bit = group.index, len(group.ranks), 1
     if size == 1:
         return value
     while bit < size and not own & bit:
         bit *= 2
-    # `bit` is the lowest one that is set in this rank's number: the rank without it sends, those below it receive.
+    # `bit` is the lowest set bit of this rank's number. The rank without that bit sends to this one.
     content = as_bytes(value) if own == 0 else pass_values(group, {}, (own - bit,))[own - bit]
     while bit := bit // 2:
         if own + bit < size:
@@ -347,26 +389,28 @@ def broadcast_value(group: Group, value: Any) -> Any:
 
 
 def _by_peer(tensors: Mapping[int, Tensor]) -> Messages:
+    """Return tensors as messages."""
     return [(tensor, peer) for peer, tensor in tensors.items()]
 
 
 def not_empty(messages: Messages) -> Messages:
-    """Those that are posted."""
+    """Return the messages that are posted: those with elements."""
     return [(tensor, peer) for tensor, peer in messages if tensor.numel()]
 
 
 class LaneFuture(Generic[T]):
-    """The result of a job on a lane. `wait` raises what the job raised, or PeerLost."""
+    """The result of a job on a lane."""
 
     def __init__(self, future: Future[HandedOver[T]], health: Health) -> None:
         self._future, self._health = future, health
 
     def wait(self) -> T:
+        """Wait for the job and return its result. Raise what the job raised, or PeerLost if a rank was lost."""
         while True:
             try:
                 handed = self._future.result(timeout=CHECK_S)
             except FutureTimeout as late:
-                # Done by now does not say whose this is: the job may have ended just after this wait gave up.
+                # This may be the job's own error or this wait's: the job may have ended just after the wait gave up.
                 if self._future.done() and self._future.exception() is late:
                     raise
                 self._health.still_waiting()
@@ -378,59 +422,70 @@ class LaneFuture(Generic[T]):
 
 
 class Worker:
-    """A thread that runs jobs one after the other. Daemonic: it never keeps a rank alive."""
+    """A thread that runs jobs one after the other. As a daemon it never keeps a process alive."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends the thread
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: end the thread
         self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> None:
-        """After all earlier jobs; at once where one of them asks, since its order among others' is that job's."""
+        """Run a job after all earlier ones; at once if a job of this worker asks for it."""
         if threading.current_thread() is self._thread:
             job()
         else:
             self._jobs.put(job)
 
     def close(self) -> None:
+        """End the thread after the jobs so far."""
         self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # what it was given is free while the thread waits
+            del job  # frees its arguments while the thread waits
 
 
 class Lane:
-    """An ordered background worker, on accelerators with a stream of its own. Tensors pass between the caller's stream
-    and the lane's as a job's arguments and its result alone, for `used_on_current_stream` to find them there."""
+    """An ordered background worker, on accelerators with a stream of its own.
+
+    Tensors pass between the caller's stream and the lane's only as a job's arguments and its result, where
+    `used_on_current_stream` finds them.
+    """
 
     def __init__(self, name: str, device: torch.device, health: Health, worker: Worker | None = None) -> None:
-        """worker: what runs its jobs, by default one of its own."""
+        """Start the lane.
+
+        Args:
+            worker: runs the jobs; by default a new one.
+        """
         self.name, self.worker = name, worker or Worker(name)
         self._device, self._health, self._stream = device, health, OwnStream(device)
         self._open = True
 
     def submit(self, work: Callable[..., T], *given: Any) -> LaneFuture[T]:
-        """Runs `work(*given)` after all earlier jobs of this lane, and after what the caller's stream holds now."""
+        """Run `work(*given)` after all earlier jobs of this lane, and after what is on the caller's stream now. Return
+        its future."""
         if not self._open:
             raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
         future: Future[Any] = Future()
-        inference = torch.is_inference_mode_enabled()  # a mode of each thread
+        inference = torch.is_inference_mode_enabled()  # this mode belongs to the thread
         handed = HandedOver(given, self._device)
         self.worker.run(partial(copy_context().run, self._run, work, handed, future, inference))
         return LaneFuture(future, self._health)
 
     def close(self) -> None:
+        """End the lane after the jobs so far."""
         self._open = False
         self.worker.close()
 
     def _run(
         self, work: Callable[..., T], given: HandedOver[Any], future: Future[HandedOver[T]], inference: bool
     ) -> None:
+        """Run a job in the caller's inference mode and on the lane's stream."""
         try:
-            # Tensors made in inference mode are changed in place in that mode alone, on whichever thread. Leaving that
-            # mode turns gradients on, so they are turned off inside.
+            # Tensors made in inference mode can be changed in place only in that mode, on any thread. Leaving the mode
+            # turns gradients on, so they are turned off inside.
             with self._stream.current(), torch.inference_mode(inference), torch.no_grad():
                 future.set_result(HandedOver(work(*given.take()), self._device))
         except BaseException as error:

@@ -1,1 +1,1 @@
-"""What all rooms know: settings, machine descriptions, errors, files, and the tables of what a name stands for."""
+"""The settings, machine descriptions, errors, small files and tables of names that every other package uses."""

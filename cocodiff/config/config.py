@@ -1,4 +1,5 @@
-"""How the engine runs: one frozen dataclass, from keyword arguments, a preset or YAML. Unknown keys are errors."""
+"""The engine's settings: one frozen dataclass, made from keyword arguments, a preset or YAML. Unknown keys are
+errors."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ import yaml
 
 from cocodiff.config.errors import UserError, check_choice, check_keys
 from cocodiff.config.files import read_mapping
-from cocodiff.config.machine import Device, Links, Machine
+from cocodiff.config.machine import Belief, Device, Links, Machine
 from cocodiff.config.registry import ARRIVALS, CODECS, EXACT_CODECS, EXCHANGES, ORDERS, RINGS, SELECTIONS, STEP_CACHES
 from cocodiff.config.setting import described, setting, settings_of
 
 T = TypeVar("T")
 A_WEEK_S = 7 * 24 * 3600
-# What several settings have in common.
+# Arguments of `setting` that several settings share.
 V_MAJOR: dict[str, Any] = {"only_with": ("selection", "v_major")}
 FRACTION: dict[str, Any] = {"least": 0, "most": 1, "wanted": "a fraction from 0 to 1"}
 POSITIVE: dict[str, Any] = {"least": math.nextafter(0, 1), "wanted": "a number above 0"}
@@ -277,29 +278,31 @@ class Config:
 
     @property
     def split(self) -> tuple[str, int | None] | None:
-        """Who shares blocks' weights, and of how many blocks; None where nobody does."""
+        """The ranks that share blocks' weights ("card" or "node") and the number of such blocks (None: all). None if no
+        weights are shared."""
         return (self.weights, self.split_layers) if self.weights in ("card", "node") else None
 
     @property
     def exact(self) -> bool:
-        """Whether every call of the model is computed, with exact attention."""
+        """True if every call of the model is computed in full, with exact attention."""
         return self.exact_attention and self.step_cache == "none"
 
     @property
     def exact_attention(self) -> bool:
-        """Whether attention has q, k and v of the same call, and the model its output, all of them as they are, or
-        coded and decoded to the same bits. One rank alone has them in any case."""
+        """True if attention uses the current call's q, k and v, and the model its output, without any loss. Lossless
+        coding counts as exact. The settings alone decide; on a single rank attention is exact whatever they are."""
         exact_codec = self.only_exact if self.codec == "auto" else self.codec in EXACT_CODECS
         return self.selection == "full" and exact_codec and self.arrival == "now"
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:
-        """A preset's settings with `overrides` on top. Raises UserError for unknown names, keys and values."""
+        """Return a preset's settings with `overrides` on top. Raise UserError for unknown names, keys and values."""
         check_choice("preset", name, preset_names())
         settings = {**read_yaml(shipped_folder("runs") / f"{name}.yaml"), **overrides}
         return from_mapping(cls, settings, f"preset {name}")
 
     def with_(self, **overrides: Any) -> Config:
+        """Return a copy with `overrides`. Raise UserError for unknown keys and unfit values."""
         check_keys(overrides, [f.name for f in fields(self)], "Config")
         return replace(self, **overrides)
 
@@ -308,30 +311,39 @@ Config.__doc__ = f"{Config.__doc__}\n\n{described(Config)}\n"
 
 
 def preset_names() -> list[str]:
+    """Return the names of all presets, sorted."""
     return shipped_names("runs")
 
 
 def load_machine(name: str) -> Machine:
-    """A machine by its name in configs/machines or by the path of a YAML file. Raises UserError with the names that
-    exist, or for a file with unknown or missing keys."""
+    """Return the machine of a name in configs/machines, or of the path of a YAML file. Raise UserError, with the names
+    that exist, for an unknown name, and for a file with unknown or missing keys."""
     path = find_shipped("machine", "machines", name)
     data = dict(read_yaml(path))
     try:
         data["planes"] = tuple(data.get("planes", ()))
         data["links"] = from_mapping(Links, data.get("links", {}), f"{path.name}: links")
         data["device"] = from_mapping(Device, data.get("device", {}), f"{path.name}: device")
-        return from_mapping(Machine, data, path.name)
-    except TypeError as error:
+        data["beliefs"] = tuple(
+            from_mapping(Belief, {"name": name, **range_}, f"{path.name}: beliefs: {name}")
+            for name, range_ in data.get("beliefs", {}).items()
+        )
+        machine = from_mapping(Machine, data, path.name)
+        machine.check_beliefs()
+        return machine
+    except (AttributeError, TypeError) as error:
         raise UserError(f"machine file {path.name}: {error}; see configs/machines/aurora.yaml for the keys") from error
 
 
 def shipped_names(folder: str) -> list[str]:
-    """The names of the files in configs/`folder`."""
+    """Return the names of the YAML files in configs/`folder`, without suffix and sorted."""
     return sorted(path.stem for path in shipped_folder(folder).glob("*.yaml"))
 
 
 def find_shipped(what: str, folder: str, name: str) -> Path:
-    """The file of a name in configs/`folder`, or of a path ending in .yaml. Raises UserError that lists the names."""
+    """Return the path of the file called `name` in configs/`folder`, or `name` itself if it is the path of a YAML file.
+    Raise UserError, which lists the shipped names, if there is no such file. `what` is the word for it in that
+    error."""
     shipped = shipped_names(folder)
     if not name.endswith((".yaml", ".yml")):
         check_choice(what, name, shipped, hint="or the path of a .yaml file")
@@ -342,9 +354,9 @@ def find_shipped(what: str, folder: str, name: str) -> Path:
 
 
 def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> list[tuple[float, str]]:
-    """For `exchange: auto`: rows (up to so many MB per rank, exchange) of a machine's measured table for so many nodes,
-    the last without limit. The file maps machine -> nodes -> rows. Raises UserError where it has no such entry, or
-    something else in it."""
+    """Return the table that `exchange: auto` goes by, for a machine and a number of nodes. Its rows are (largest MB per
+    rank, exchange), ascending; the last row's limit is infinite. The file maps machine -> nodes -> rows; by default it
+    is the shipped one. Raise UserError if the file has no such entry or the entry is malformed."""
     file = Path(path) if path is not None else shipped_folder("exchange") / "auto.yaml"
     known = read_yaml(file)
     remedy = "measure one with cocodiff bench alltoall --tune and name it as exchange_table, or choose another exchange"
@@ -368,8 +380,8 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
 
 
 def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
-    """For `chunks: auto`: in how many chunks, and from how many MB of q, k and v per rank on, by a machine's table for
-    so many nodes. The file maps machine -> nodes -> [chunks, MB]. Raises UserError where it has no such entry."""
+    """Return the entry that `chunks: auto` goes by: the number of chunks, and the MB of q, k and v per rank from which
+    to use them. The shipped file maps machine -> nodes -> [chunks, MB]. Raise UserError if it has no such entry."""
     found, there = _measured(read_yaml(shipped_folder("exchange") / "chunks.yaml"), machine, nodes)
     if found is None:
         raise UserError(
@@ -381,22 +393,24 @@ def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
 
 
 def _measured(known: dict[str, Any], machine: str, nodes: int) -> tuple[Any, str]:
-    """Of machine -> nodes -> ..., what there is for these, None where nothing, and in words for which there is some."""
+    """Return the entry of a table machine -> nodes -> entry (None if absent), and a text that lists the entries it
+    has."""
     there = ", ".join(f"{name} on {count}" for name, of in known.items() for count in of)
     return known.get(machine, {}).get(nodes), there
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """A dataclass from a mapping; unknown keys are a UserError with the nearest known key."""
+    """Return a dataclass with the fields in `values`. Raise UserError for an unknown key, naming the nearest known one.
+    `where` names the origin of the values in that error."""
     check_keys(values, [f.name for f in fields(kind)], where)  # type: ignore[arg-type]
     return kind(**values)
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes 1:2 for a text, as YAML 1.2 does: of version 1.1 it is a number to the base 60."""
+    """A YAML loader that reads 1:2 as text, as YAML 1.2 does. In YAML 1.1 it is a number to the base 60."""
 
 
-# before the resolvers of numbers: the first that fits is taken
+# It stands before the resolvers of numbers, since the first resolver that fits is used.
 _TEXT = ("tag:yaml.org,2002:str", re.compile(r"[-+]?[0-9][0-9_]*:[0-9_:.]*$"))
 _Loader.yaml_implicit_resolvers = {
     first: [_TEXT, *resolvers] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -404,9 +418,10 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping. Raises UserError as `read_mapping` does."""
+    """Return the mapping in a YAML file. Raise UserError as `read_mapping` does."""
     return read_mapping(path, "YAML", partial(yaml.load, Loader=_Loader), "key: value pairs")
 
 
 def shipped_folder(folder: str) -> Path:
+    """Return the path of configs/`folder`, as installed."""
     return Path(str(resources.files("cocodiff_configs"))) / folder

@@ -1,4 +1,5 @@
-"""The ways a run ends early: a mistake the user can mend, and a peer that is gone. And errors that suggest a name."""
+"""The errors that end a run early: a mistake that the user can correct, and a rank that was lost. And suggestions of
+names."""
 
 from __future__ import annotations
 
@@ -7,19 +8,24 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A user's mistake: one line with the values and the remedy. The command line prints it and exits with 2."""
+    """A user's mistake: one line with the values and the remedy. The command line prints it and exits with code 2."""
 
 
 class OwnRankError(UserError):
-    """A mistake that this rank alone may see, such as a device that is not there: it says so itself, whatever its
-    number, and exits with 1."""
+    """A mistake that perhaps only this rank can see, such as a missing device. This rank reports it itself and exits
+    with code 1."""
 
 
 class PeerLost(RuntimeError):
-    """Another rank died, failed or fell silent. The message names it; every survivor raises this and exits with 1."""
+    """The loss of another rank, which died, failed or stopped responding. Every survivor raises it and exits with code
+    1.
+
+        rank: number of the lost rank
+        reason: what happened to it, as the end of a sentence that begins with "rank 3"
+    """
 
     def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(rank, reason)  # with which exceptions are pickled
+        super().__init__(rank, reason)  # exceptions are pickled by these arguments
         self.rank, self.reason = rank, reason
 
     def __str__(self) -> str:
@@ -27,6 +33,8 @@ class PeerLost(RuntimeError):
 
 
 def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise UserError for the first of `values` that is not in `known`, with the nearest known key. `where` begins the
+    message."""
     known = list(known)
     for key in values:
         if key not in known:
@@ -34,6 +42,8 @@ def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def check_choice(what: str, value: str, choices: Iterable[str], hint: str = "") -> None:
+    """Raise UserError if `value` is not in `choices`, with the nearest choice. `what` is the word for the value; `hint`
+    ends the list."""
     choices = list(choices)
     if value not in choices:
         listed = ", ".join(choices) + (f", {hint}" if hint else "")
@@ -41,6 +51,6 @@ def check_choice(what: str, value: str, choices: Iterable[str], hint: str = "") 
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """ ", did you mean X?" for the nearest known word, else ""."""
+    """Return ", did you mean X?" for the known word nearest to `word`, or "" if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {near[0]}?" if near else ""

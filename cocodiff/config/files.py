@@ -1,5 +1,7 @@
-"""Reading the small files that a user names, and no others: opening a named pipe or a device may never return. And
-writing files that are whole, or on the disk, from a moment on."""
+"""Reading of small settings files, and writing of files that appear complete or are flushed to disk.
+
+Only regular files are opened: opening a named pipe or a device may never return.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from cocodiff.config.errors import UserError
 
 MIB = 2**20
 SETTINGS_BYTES = 16 * MIB  # far more than any settings file or model configuration holds
+# words for the file types that are refused, by the type bits of `st_mode`
 KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -25,14 +28,14 @@ KINDS = {
 
 
 def irregular(path: str | Path) -> str:
-    """The kind of a path that is no regular file, such as "a named pipe"; "" for a regular file. Opens nothing. Raises
-    OSError where there is nothing of that name, ValueError for a name that no file can have."""
+    """Return the kind of a path that is not a regular file, such as "a named pipe", or "" for a regular file. Nothing
+    is opened. Raise OSError if the path does not exist, and ValueError for a name that no file can have."""
     mode = stat.S_IFMT(Path(path).stat().st_mode)
     return "" if mode == stat.S_IFREG else KINDS.get(mode, "no regular file")
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether a path names anything. A name that no file can have, too long for one, does not."""
+    """Return True if a path exists. A name that no file can have, for instance one that is too long, does not exist."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):
@@ -40,11 +43,13 @@ def is_there(path: str | Path) -> bool:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a path names a folder."""
+    """Return True if a path is a folder."""
     return is_there(path) and Path(path).is_dir()
 
 
 def _read_text(path: str | Path, form: str) -> str:
+    """Return a file's text. Raise UserError as `read_mapping` does, but for the content. form: the format, for
+    errors."""
     data = b""
     try:
         kind = irregular(path)
@@ -53,7 +58,7 @@ def _read_text(path: str | Path, form: str) -> str:
                 data = file.read(SETTINGS_BYTES + 1)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # a null character
+    except ValueError as error:  # the name has a null character
         raise UserError(f"cannot read {str(path)!r}: {error}") from error
     if kind:
         raise UserError(f"cannot read {path}: it is {kind}; name a regular file")
@@ -66,19 +71,27 @@ def _read_text(path: str | Path, form: str) -> str:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """A JSON file's mapping. Raises UserError as `read_mapping` does."""
+    """Return the mapping in a JSON file. Raise UserError as `read_mapping` does."""
     return read_mapping(path, "JSON", json.loads, "JSON object")
 
 
 def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wanted: str) -> dict[str, Any]:
-    """A settings file's mapping. form: what it should be, for errors ("YAML"). Raises UserError where it cannot be
-    read, is no regular file, larger than SETTINGS_BYTES, malformed or something else than a mapping."""
+    """Return the mapping in a settings file.
+
+    Raise UserError if the file cannot be read, is not a regular file, is larger than SETTINGS_BYTES, is malformed or
+    does not hold a mapping.
+
+    Args:
+        form: name of the format, for errors ("YAML")
+        parse: function from the file's text to its content
+        wanted: what the file should hold, for errors ("key: value pairs")
+    """
     text = _read_text(path, form)
     try:
         data = parse(text)
     except RecursionError as error:
         raise UserError(f"{path} is not valid {form}: nested too deeply") from error
-    except Exception as error:  # PyYAML lets pass what int(), float() and dates raise for a malformed value
+    except Exception as error:  # PyYAML does not catch what int(), float() and dates raise for a malformed value
         raise UserError(f"{path} is not valid {form}: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no {wanted} but {type(data).__name__}")
@@ -87,20 +100,20 @@ def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wante
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A path beside, for the block to write to; at the block's end that file takes its place under the own name. So a
-    file appears complete or not at all."""
+    """Yield a temporary path in the same folder to write to; at the end of the block that file replaces `path`. So the
+    file appears complete or not at all: an exception in the block leaves `path` as it was."""
     unfinished = path.with_name(f"{path.name}.partial")
     yield unfinished
     unfinished.replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file that appears complete or not at all."""
+    """Write a text file that appears complete or not at all. An existing file is replaced."""
     with appearing(path) as unfinished:
         unfinished.write_text(text)
 
 
 def flush(path: Path) -> None:
-    """Returns when a file that was written is on the disk."""
+    """Wait until a file that was written is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""What has something in common, together."""
+"""The grouping of values by key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """The values of each key, in their order."""
+    """Return the values of each key, in the order of `pairs`."""
     found: dict[K, list[V]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)

@@ -1,4 +1,4 @@
-"""Packages that are installed and do not import: one line for whoever needs them, and no trouble for others."""
+"""Packages that are installed but cannot be imported: one clear line for a run that needs them, nothing for others."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 from cocodiff.config.errors import UserError
 
-# Packages that diffusers imports wherever they are installed, and does without where they are not. peft, which imports
-# transformers, comes after those that transformers takes up.
+# Optional packages that diffusers imports if they are installed. peft imports transformers, so it comes after the
+# packages that transformers imports.
 TAKEN_UP = ("torchvision", "torchaudio", "xformers", "bitsandbytes", "torchao", "peft")
-# What mends a package that is there and does not import; any other one is to be installed again.
+# The remedy for a package that is installed but cannot be imported; any other package is to be installed again.
 REMEDIES = {
     "h5py": "pip install --ignore-installed --no-deps h5py into this environment, or on Aurora module load hdf5/1.14.6",
     "mpi4py": "load the MPI library that mpi4py was built on, or build it again on the one that is loaded",
     "torch": "load the module that brings this torch, or install torch again",
 }
-EXTRAS = {"mrcfile": "pip install cocodiff[mrc]"}  # what installs a package that only some need
+EXTRAS = {"mrcfile": "pip install cocodiff[mrc]"}  # how to install an optional package
 
 
 def remedy_of(package: str) -> str:
-    """Return what mends a package that does not import."""
+    """Return the remedy for a package that cannot be imported."""
     distribution = metadata.packages_distributions().get(package, [package])[0]
     return REMEDIES.get(package) or f"pip install --ignore-installed --no-deps {distribution} into this environment"
 
 
 def failed_import(error: BaseException) -> str:
-    """Return one line about the package whose import raised an error, with the reason and the remedy; "" for an error
-    of another origin."""
+    """Return one line with the package whose import raised `error`, the reason and the remedy. Return "" for other
+    errors."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
@@ -49,7 +49,7 @@ def failed_import(error: BaseException) -> str:
 
 @contextmanager
 def one_line_of_imports() -> Iterator[None]:
-    """Raise UserError with one line where a package does not import."""
+    """Turn the error of a failed import in the block into a UserError of one line."""
     try:
         yield
     except Exception as error:
@@ -59,19 +59,20 @@ def one_line_of_imports() -> Iterator[None]:
 
 
 def hide_broken(*packages: str) -> None:
-    """Import packages that other ones take up wherever they find them. One that does not import is absent from then on,
-    for who asks `find_spec` or imports it, and a warning tells the reason and the remedy."""
+    """Import optional packages of other libraries. Make one that fails look as if it were not installed. Afterwards
+    `find_spec` and imports do not find it. A warning gives the reason and the remedy, unless it was not installed in
+    the first place."""
     for package in packages:
         if package not in sys.modules:
             try:
                 import_module(package)
             except Exception as error:
-                sys.modules[package] = None  # type: ignore[assignment]  # Python's own mark of a module to be passed over
+                sys.modules[package] = None  # type: ignore[assignment]  # Python then raises ModuleNotFoundError for it
                 if not isinstance(error, ModuleNotFoundError) or error.name != package:
                     logging.getLogger("cocodiff").warning("the run does without it: %s", failed_import(error) or error)
 
 
 def import_diffusers() -> Any:
-    """Return diffusers, after those packages that it would fail with are hidden from it."""
+    """Import diffusers, and return it. First hide the packages with which its import would fail."""
     hide_broken(*TAKEN_UP)
     return import_module("diffusers")

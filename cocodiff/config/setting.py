@@ -1,7 +1,8 @@
-"""One record for each option of a command and each setting of the engine: what it is, what it takes, where it is given.
+"""One record for each option of a command and each setting of the engine: its meaning, its values, the places to give
+it.
 
 A dataclass of settings gives each of its fields a record by `setting`. Its checks and docstring, the flags and keys of
-settings files, their help, and what a sweep may vary are all made from these records.
+settings files, their help, and the choice of settings that a sweep may vary are all made from these records.
 """
 
 from __future__ import annotations
@@ -22,51 +23,47 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 @dataclass(frozen=True)
 class Option:
-    """One option: `--name`, a line of help, its default (None with `required`) and type.
-
-    many: it takes several values of that type.
-    choices: the words it takes, in a table of the registry too, or a function that returns them; () for any. They are
-    looked up at every use.
-    numbers: whether a number in a settings file is taken for the text that it is written as.
-
-    Of settings of the engine alone:
-    least, most: of its numbers; wanted: what to give instead of an unfit value, by default what type and least say.
-    given: where, beside Python. "sweep": in presets, which a flag overrides, and in the points of a sweep; "run": the
-    same, but for all points of a sweep alike; "machine": by a flag, for every preset alike; "code": in presets alone.
-    only_with: another setting and the values of it without one of which this one does nothing.
-    """
+    """One option of a command (`--name`), or one setting of the engine. The fields from `least` on are used for
+    settings of the engine only."""
 
     name: str
-    help: str
-    default: Any = None
+    help: str  # one line of help
+    default: Any = None  # None if `required`
     type: Any = str
-    many: bool = False
+    many: bool = False  # True if it takes several values of `type`
+    # The words that it takes: names, a table of the registry, or a function that returns them, read at every use. ():
+    # any word.
     choices: Iterable[str] | Callable[[], Iterable[str]] = ()
     required: bool = False
-    numbers: bool = False
-    least: float = -inf
-    most: float = inf
-    wanted: str = ""
+    numbers: bool = False  # True if a number in a settings file is taken as the text that it is written as
+    least: float = -inf  # smallest number it takes
+    most: float = inf  # largest number it takes
+    wanted: str = ""  # words for its values in errors; by default made from type, `least` and choices
+    # Where it may be given, apart from Python. "sweep": in presets, by a flag, and in each point of a sweep; "run": in
+    # presets and by a flag, with one value for all points of a sweep; "machine": by a flag, for every preset; "code":
+    # in presets only.
     given: Literal["sweep", "run", "machine", "code"] = "sweep"
+    # Another setting, and the values of it with which this one has an effect. None: it always has one.
     only_with: tuple[str, ...] | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words that it takes; () where it takes any."""
+        """The words that it takes; () if it takes any."""
         return tuple(self.choices() if callable(self.choices) else self.choices)
 
     @property
     def closed(self) -> bool:
-        """Whether it takes nothing but its choices; one that is a number or a word takes numbers too."""
+        """True if it takes nothing but its choices. An option that takes a number or a word is not closed."""
         return self.type is str and bool(self.words)
 
     @property
     def kinds(self) -> tuple[type, ...]:
+        """The Python types that it takes."""
         return get_args(self.type) or (self.type,)
 
     def checked(self, value: Any) -> Any:
-        """A setting's value in its type: a number of a word of digits, a tuple of several. None stays where it is the
-        default. Raises UserError for a value that is none to take."""
+        """Return a setting's value in its type: digits become a number, several values a tuple. None is kept if it is
+        the default. Raise UserError for a value that the setting does not take."""
         if self.closed:
             check_choice(self.name, value, self.words)
         if self.type == int | str and isinstance(value, str) and value.isdecimal():
@@ -82,6 +79,7 @@ class Option:
         return value
 
     def _takes(self, value: Any) -> bool:
+        """Return True if it takes this single value."""
         if isinstance(value, str):
             return str in self.kinds and (not self.choices or value in self.words)
         if isinstance(value, bool):
@@ -91,13 +89,13 @@ class Option:
 
 
 def setting(default: T, help: str, **about: Any) -> T:
-    """A field of a dataclass of settings; `about`: of the fields of `Option` all but name, type and many, which are
-    told by the annotation."""
+    """Return a field of a dataclass of settings. `about` are fields of `Option`. Name, type and many are not given:
+    they follow from the field's annotation."""
     return field(default=default, metadata={"option": Option("", help, default, **about)})
 
 
 def settings_of(record: Any) -> dict[str, Option]:
-    """The settings of a dataclass by their names."""
+    """Return the settings of a dataclass by name."""
     return _read_fields(record)
 
 
@@ -113,5 +111,5 @@ def _read_fields(record: type[Any]) -> dict[str, Option]:
 
 
 def described(record: type[Any]) -> str:
-    """The settings of a dataclass for its docstring, a line each."""
+    """Return the settings of a dataclass as lines of its docstring."""
     return "\n".join(f"    {one.name}: {one.help}." for one in settings_of(record).values())

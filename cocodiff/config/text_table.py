@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 
 def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
-    """Whole numbers in order, those that follow each other as one: 0-3, 7."""
+    """Return whole numbers as sorted texts, consecutive numbers as one range: ["0-3", "7"]. `to` joins the ends of a
+    range."""
     found: list[list[int]] = []
     for number in sorted({*numbers}):
         if found and number == found[-1][-1] + 1:
@@ -17,8 +18,8 @@ def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
 
 
 def aligned(rows: Iterable[Sequence[str]], align: str, indent: str = "") -> list[str]:
-    """The rows of a table as lines: columns two blanks apart, each as wide as its widest cell. align: for each column
-    "<" (to the left) or ">" (to the right). Of a row with fewer cells the last one takes the rest of the line."""
+    """Return the rows of a table as lines: columns two blanks apart, each as wide as its widest cell. align: for each
+    column "<" (left) or ">" (right). The last cell of a row with fewer cells takes the rest of the line."""
     table = [(row, len(row) - 1 if len(row) < len(align) else len(align)) for row in rows]
     widths = [max((len(row[n]) for row, end in table if n < end), default=0) for n in range(len(align))]
     lines = []

@@ -1,8 +1,8 @@
 """The embedded model: a small inpainting diffusion transformer that ships with the package, so that everything runs
 offline.
 
-`load_pipeline()` gives an unmodified diffusers pipeline; `prompt_embeddings()` gives the constant it expects for a
-prompt, as there are no text encoders. `MODEL_CARD.md` says how it was made and what it can do.
+`load_pipeline()` returns an unmodified diffusers pipeline. `prompt_embeddings()` returns the constant that it takes in
+place of a prompt, as there are no text encoders. `MODEL_CARD.md` describes its training and its limits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,28 @@ PROMPT_WIDTH = 32
 
 
 def load_pipeline(dtype: torch.dtype | None = None, weights: Path = WEIGHTS) -> Any:
-    """The embedded model as a `StableDiffusion3InpaintPipeline`, on the CPU, in `dtype` (default float32). Never
-    downloads.
+    """Load the embedded model as a `StableDiffusion3InpaintPipeline` on the CPU. It never downloads anything.
 
     Call it with `image`, `mask_image`, `height` and `width` (multiples of 8, at most 128), `guidance_scale=1`, and
-    `**prompt_embeddings(batch)` in place of prompts. Images are grey in [0, 1], three equal channels, as the pipeline
-    wants.
+    `**prompt_embeddings(batch)` in place of prompts. Images are grey in [0, 1], with three equal channels, as the
+    pipeline requires.
+
+    Parameters
+    ----------
+    dtype : torch.dtype, optional
+        By default float32.
+    weights : Path
+        Folder of another model of the same kind.
+
+    Returns
+    -------
+    StableDiffusion3InpaintPipeline
     """
     import torch
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers' image processors, unused here, would remark on torchvision
+    logging.set_verbosity_error()  # transformers' image processors, unused here, would warn about torchvision
     try:
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3InpaintPipeline
 
@@ -53,10 +63,20 @@ def load_pipeline(dtype: torch.dtype | None = None, weights: Path = WEIGHTS) -> 
 
 
 def prompt_embeddings(batch: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The constant prompt the model was trained with, as keyword arguments of the pipeline (default float32).
+    """Return the constant prompt that the model was trained with, as keyword arguments of the pipeline.
 
-    `prompt_embeds` [batch, 6, 32] are the first unit vectors, so that every token can learn a part of its own;
-    `pooled_prompt_embeds` [batch, 32] are zero.
+    Parameters
+    ----------
+    batch : int
+        Number of images.
+    dtype : torch.dtype, optional
+        By default float32.
+
+    Returns
+    -------
+    dict
+        `prompt_embeds` [batch, 6, 32]: the first unit vectors, so that every token can learn a part of its own.
+        `pooled_prompt_embeds` [batch, 32]: zero.
     """
     import torch
 

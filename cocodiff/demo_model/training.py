@@ -1,5 +1,5 @@
-"""How models of the embedded model's kind are trained: masks, flow matching on the latents of `LappedTransformVAE` with
-the 33 input channels that `StableDiffusion3InpaintPipeline` feeds, and the optimiser."""
+"""Training of models of the embedded model's kind: masks, flow matching on the latents of `LappedTransformVAE` with the
+33 input channels of `StableDiffusion3InpaintPipeline`, and the optimiser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cocodiff.demo_model import prompt_embeddings
 from cocodiff.demo_model.vae import LappedTransformVAE
 
 Mask = NDArray[np.bool_]
-WARM_UP = 60
+WARM_UP = 60  # steps over which the rate rises
 DECAY_FROM = 0.3
 """Part of the run after which the rate falls linearly to zero."""
 NOISE = 2.0
@@ -25,15 +25,15 @@ NOISE = 2.0
 to the middle of the distribution, so that one sample lies nearer the posterior mean (a temperature of 1 / NOISE)."""
 MUON_RATE, ADAM_RATE = 5e-3, 2e-3
 MOMENTUM, WEIGHT_DECAY = 0.95, 0.02  # of Muon
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-CELLS = 6
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the iteration's polynomial
+CELLS = 6  # cells on each side of an image in block masks
 
 
 # Masks: True or 1 marks pixels to restore -----------------------------------------------------------------------------
 
 
 def block_mask(generator: np.random.Generator, size: int = 96) -> Mask:
-    """A quarter of the 6 x 6 cells of a square image, drawn at random: bool [size, size]."""
+    """Return a mask of a quarter of the 6 x 6 cells of a square image, chosen at random: bool [size, size]."""
     cells = np.zeros(CELLS * CELLS, bool)
     cells[generator.permutation(CELLS * CELLS)[: CELLS * CELLS // 4]] = True
     side = -(-size // CELLS)
@@ -41,8 +41,11 @@ def block_mask(generator: np.random.Generator, size: int = 96) -> Mask:
 
 
 def cells_mask(generator: np.random.Generator, size: int) -> Mask:
-    """Cells of any side from an eighth to a half of the image, on a grid of any phase, each hidden by chance: what
-    a tile of a large slice sees of its block mask. It may be empty."""
+    """Return a mask of random cells on a grid of random phase, with sides from an eighth to a half of the image: bool
+    [size, size].
+
+    A tile of a large slice sees a block mask like this. It may be empty.
+    """
     side = int(generator.integers(size // 8, size // 2 + 1))
     phase = generator.integers(0, side, 2)
     count = size // side + 2
@@ -52,14 +55,14 @@ def cells_mask(generator: np.random.Generator, size: int) -> Mask:
 
 
 def center_mask(size: int = 96) -> Mask:
-    """The central half of both sides: bool [size, size]."""
+    """Return a mask of the central half of both sides: bool [size, size]."""
     mask = np.zeros((size, size), bool)
     mask[size // 4 : size - size // 4, size // 4 : size - size // 4] = True
     return mask
 
 
 def rectangles_mask(generator: np.random.Generator, size: int) -> Mask:
-    """One to three rectangles anywhere, edges on any pixel."""
+    """Return a mask of one to three rectangles anywhere, with edges on any pixel: bool [size, size]."""
     mask = np.zeros((size, size), bool)
     for _ in range(generator.integers(1, 4)):
         height, width = generator.integers(size // 8, size * 5 // 8, 2)
@@ -70,13 +73,16 @@ def rectangles_mask(generator: np.random.Generator, size: int) -> Mask:
 
 
 def blob_mask(generator: np.random.Generator, size: int) -> Mask:
-    """Rounded islands that cover 10-40% of the image."""
+    """Return a mask of rounded islands that cover 10-40% of the image: bool [size, size]."""
     field = gaussian_filter(generator.normal(size=(size, size)), generator.uniform(6, 16))
     return field > np.quantile(field, generator.uniform(0.6, 0.9))
 
 
 def half_plane_mask(generator: np.random.Generator, size: int) -> Mask:
-    """One side of a straight line, or the strip between two: a big hole's border, or a crack, as a tile sees it."""
+    """Return a mask of one side of a straight line, or of the strip between two: bool [size, size].
+
+    A tile sees a large hole's border, or a crack, like this.
+    """
     angle = generator.uniform(0, 2 * np.pi) if generator.random() < 0.5 else generator.integers(4) * np.pi / 2
     axis = (np.arange(size) + 0.5) / size - 0.5
     distance = np.cos(angle) * axis[None, :] + np.sin(angle) * axis[:, None] + generator.uniform(-0.25, 0.25)
@@ -84,8 +90,10 @@ def half_plane_mask(generator: np.random.Generator, size: int) -> Mask:
 
 
 def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
-    """A mask of random kind, never empty, bool [size, size]: 36% block, 15% other cells, 29% center (some shifted), the
-    rest irregular."""
+    """Return a mask of a random kind, never empty: bool [size, size].
+
+    36% are block masks, 15% other cells, 29% center masks (some shifted), the rest irregular.
+    """
     kind = generator.random()
     if kind < 0.36:
         mask = block_mask(generator, size)
@@ -108,15 +116,17 @@ def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
 
 
 class Batch(NamedTuple):
-    """input_BCHW: noisy latents, the mask at every 8th pixel, and the latents of the image whose masked pixels were set
-    to 0 in [-1, 1] (which `encode` then fills smoothly); share_B1HW: how much each token counts in the loss."""
+    """A batch of training samples."""
 
+    # Noisy latents, the mask at every 8th pixel, and the latents of the masked image: its masked pixels are 0 in
+    # [-1, 1], and `encode` fills them smoothly.
     input_BCHW: Tensor
-    sigma_B: Tensor
-    target_BCHW: Tensor
-    share_B1HW: Tensor
+    sigma_B: Tensor  # noise levels
+    target_BCHW: Tensor  # the velocity: noise minus clean latents
+    share_B1HW: Tensor  # the weight of each token in the loss
 
     def to(self, device: torch.device) -> Batch:
+        """Return the batch on another device."""
         return Batch(*(one.to(device) for one in self))
 
 
@@ -128,8 +138,17 @@ def make_batch(
     noise: torch.Generator,
     known_BHW: Tensor,
 ) -> Batch:
-    """image01_BHW: float32 in [0, 1]; mask_BHW: 1 where to restore; shift: of the schedule; known_BHW: 0 where nobody
-    knows what the image shows: that is hidden from the model, and tokens that it reaches count nothing."""
+    """Return a batch of training samples from images and masks.
+
+    Args:
+        image01_BHW: images, float32 in [0, 1]
+        mask_BHW: 1 at pixels to restore
+        vae: encodes the images
+        shift: of the schedule
+        noise: generator of the noise
+        known_BHW: 0 at pixels whose truth is not known; the model does not see them, and tokens near them have no
+            weight
+    """
     image_BHW = image01_BHW * 2 - 1
     clean_BCHW = vae.transform(image_BHW)
     hidden_BHW = torch.maximum(mask_BHW, 1 - known_BHW)
@@ -138,7 +157,7 @@ def make_batch(
     sigma_B111 = sigma_B[:, None, None, None]
     noise_BCHW = NOISE * torch.randn(clean_BCHW.shape, generator=noise)
     noisy_BCHW = (1 - sigma_B111) * clean_BCHW + sigma_B111 * noise_BCHW
-    # Known tokens count a little.
+    # Tokens without masked pixels have a small weight.
     share_B1HW = functional.avg_pool2d(mask_BHW[:, None], 16, stride=8, padding=4) + 0.05
     unknown_B1HW = functional.max_pool2d(1 - known_BHW[:, None], 16, stride=8, padding=4)
     share_B1HW = share_B1HW * (unknown_B1HW < 0.5)
@@ -147,16 +166,19 @@ def make_batch(
 
 
 def draw_sigma(count: int, shift: float, noise: torch.Generator) -> Tensor:
-    """Noise levels [B], stratified over the batch and spread as the shifted schedule visits them; a tenth exactly
-    1, where sampling starts."""
+    """Return noise levels [B], stratified over the batch and distributed as in the shifted schedule. A tenth are
+    exactly 1, where sampling starts."""
     uniform_B = (torch.arange(count) + torch.rand(count, generator=noise)) / count
     sigma_B = shift * uniform_B / (1 + (shift - 1) * uniform_B)
     return torch.where(torch.rand(count, generator=noise) < 0.1, torch.ones(()), sigma_B)
 
 
 def loss_of(model: Callable[..., Any], batch: Batch, scale: tuple[float, ...]) -> Tensor:
-    """Squared error of the velocity, weighted by how much of a token's 16 x 16 pixels is masked. scale: the VAE's, a
-    number for each channel."""
+    """Return the weighted squared error of the predicted velocity. A token's weight is the masked part of its 16 x 16
+    pixels.
+
+    scale: the VAE's `channel_scale`.
+    """
     device = batch.sigma_B.device
     prompt = {name: value.to(device) for name, value in prompt_embeddings(len(batch.sigma_B)).items()}
     predicted_BCHW = model(
@@ -168,7 +190,7 @@ def loss_of(model: Callable[..., Any], batch: Batch, scale: tuple[float, ...]) -
     )[0]
     # Half-way between equal weight for latents and equal weight for pixels.
     weight_C11 = 1 / torch.tensor(scale, device=device)[:, None, None]
-    # Little noise cannot be told from detail: there the loss is large, and most of it cannot be learnt.
+    # Little noise cannot be distinguished from detail: there the loss is large, and most of it cannot be learnt.
     weight_BC11 = weight_C11 / weight_C11.mean() * batch.sigma_B[:, None, None, None] ** 1.5
     error_BCHW = (predicted_BCHW - batch.target_BCHW) ** 2 * weight_BC11
     return (error_BCHW * batch.share_B1HW).sum() / (batch.share_B1HW.sum() * error_BCHW.shape[1]).clamp_min(1e-6)
@@ -178,7 +200,7 @@ def loss_of(model: Callable[..., Any], batch: Batch, scale: tuple[float, ...]) -
 
 
 def new_model(config: Mapping[str, Any]) -> Any:
-    """The transformer with gates that start nearly closed and an output that starts at zero."""
+    """Return a new transformer whose gates are nearly closed and whose output is zero. config: its settings."""
     from diffusers import SD3Transformer2DModel
 
     model = SD3Transformer2DModel(**config)
@@ -194,15 +216,15 @@ def new_model(config: Mapping[str, Any]) -> Any:
 
 
 def relative_rate(step: int, steps: int) -> float:
-    """Warm-up, plateau, linear decay to zero."""
+    """Return the rate of a step relative to the highest: warm-up, plateau, linear decay to zero."""
     return min((step + 1) / WARM_UP, 1.0, (steps - step) / (steps * (1 - DECAY_FROM)))
 
 
 def orthogonalise(updates_NRC: Tensor) -> Tensor:
-    """Matrices [N, rows, columns] with the same singular vectors and all singular values near 1 (Newton-Schulz).
+    """Return matrices [N, rows, columns] with the same singular vectors and all singular values near 1 (Newton-Schulz).
 
-    Every step multiplies the matrix by a polynomial of its Gram matrix: the steps run on the small square Gram matrix
-    alone and the (maybe long) matrix itself is multiplied once, at the end.
+    Each step multiplies the matrix by a polynomial of its Gram matrix. So the steps run on the small square Gram
+    matrix, and the long matrix is multiplied once at the end.
     """
     wide = updates_NRC.mT if updates_NRC.shape[1] > updates_NRC.shape[2] else updates_NRC
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -219,16 +241,17 @@ def orthogonalise(updates_NRC: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """Muon for the matrices of the transformer's blocks: momentum, orthogonalised, and scaled so that the update's root
-    mean square matches AdamW's at the same rate. AdamW for all else.
+    """An optimiser: Muon for the matrices of the transformer's blocks, AdamW for all other parameters.
 
-    torch has a Muon too, but it orthogonalises one matrix at a time in bfloat16, which a CPU without bfloat16
-    instructions emulates: it would take four times as long as the model. Here matrices of equal shape go together, in
+    Muon's momentum is orthogonalised, and scaled so that the update's root mean square equals AdamW's at the same rate.
+
+    torch has a Muon too, but it orthogonalises one matrix at a time in bfloat16. A CPU without bfloat16 instructions
+    emulates these, which takes four times as long as the model. Here matrices of equal shape are processed together, in
     float32.
     """
 
     def __init__(self, model: nn.Module, rate: float) -> None:
-        """rate: times those that random weights begin with."""
+        """Optimise a model's parameters. rate: a factor on the rates for training from random weights."""
         self.rate, self.parameters = rate, [*model.parameters()]
         # The stream of the constant prompt is left to AdamW: Muon would spend half of its time there.
         matrices = {
@@ -245,8 +268,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, relative_rate: float) -> bool:
-        """One update at `relative_rate` times the rates; clears the gradients. Returns whether they were finite; else
-        nothing is updated."""
+        """Update the parameters once, at `relative_rate` times the rates, and clear the gradients.
+
+        Return True. If gradients are not finite, return False and update nothing.
+        """
         if not nn.utils.clip_grad_norm_(self.parameters, 1.0).isfinite():
             return False
         rate = self.rate * relative_rate
@@ -264,11 +289,11 @@ class Optimizer:
         return True
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` goes on from."""
+        """Return the state for `load_state`."""
         return {"muon": [velocity_NRC for _, velocity_NRC in self.groups], "adam": self.adam.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes the state of an optimiser of the same model."""
+        """Restore the state of an optimiser of the same model."""
         for (_, velocity_NRC), kept_NRC in zip(self.groups, state["muon"], strict=True):
             velocity_NRC.copy_(kept_NRC)
         self.adam.load_state_dict(state["adam"])

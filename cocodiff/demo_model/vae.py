@@ -1,14 +1,14 @@
 """The demo model's latent space: a lapped orthogonal transform with the interface of diffusers' `AutoencoderKL`.
 
-Nothing here is trained. Along each axis the image is cut into blocks of 8 pixels; an orthogonal rotation across every
+Nothing here is trained. Along each axis the image is cut into blocks of 8 pixels. An orthogonal rotation across every
 block border, then an orthonormal DCT in every block, give basis functions 16 pixels long that fade out inside the
 neighbouring block (Malvar's lapped orthogonal transform in its pre-filter form: Tran, Liang and Tu, 2003). So an error
 in one latent does not end in a visible edge, as it does with a plain block DCT. Of the 8 x 8 coefficients of a block
-the 4 x 4 lowest are kept: 16 latent channels at an eighth of the resolution, as SD3's.
+the 4 x 4 lowest are kept: 16 latent channels at an eighth of the resolution, as in SD3.
 
-Inpainting pipelines set hidden pixels to exactly 0 before they encode. Encoding takes such pixels for unknown and
-continues the image smoothly into them (`fill_holes`), so the transformer starts from a classical restoration and learns
-what it lacks.
+Inpainting pipelines set hidden pixels to exactly 0 before they encode. Encoding treats such pixels as unknown and
+continues the image smoothly into them (`fill_holes`). So the transformer starts from a classical restoration and learns
+what that lacks.
 """
 
 from functools import lru_cache
@@ -22,9 +22,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 from torch.nn import functional
 
-ITERATIONS = 20  # of the fill, at each scale
-BLOCK = 8
-KEPT = 4
+ITERATIONS = 20  # iterations of the fill at each scale
+BLOCK = 8  # pixels of a block's side
+KEPT = 4  # frequencies of a block that are kept along each axis
 OVERLAP_ANGLES = (0.1333, 0.2355, 0.2884, 0.1022, 0.1552, 0.0529)
 """The rotation across block borders, as the 6 entries of a 4 x 4 skew-symmetric matrix's upper triangle. It is the
 smallest one that turns a step between two blocks into half a sine wave from the middle of one to the middle of the
@@ -42,10 +42,12 @@ CHANNEL_SCALE = (
 
 @lru_cache(maxsize=16)
 def lapped_matrix(size: int, kept: int = BLOCK, angles: tuple[float, ...] = OVERLAP_ANGLES) -> Tensor:
-    """The transform of one axis: float32 [size / 8 * kept, size], rows orthonormal, ordered by block, then frequency.
+    """Return the transform of one axis: float32 [size / 8 * kept, size], with orthonormal rows ordered by block, then
+    frequency.
 
     With `kept=8` it is square and orthogonal. The first and last 4 pixels of the image have no block to overlap with
-    and are left as they are before the DCT, so constant images stay in the first coefficient up to the border.
+    and go into the DCT unchanged, so constant images stay in the first coefficient up to the border. Raise ValueError
+    if `size` is not a positive multiple of 8.
     """
     if size < BLOCK or size % BLOCK:
         raise ValueError(f"{size} pixels on a side: must be a positive multiple of {BLOCK}")
@@ -65,10 +67,10 @@ def lapped_matrix(size: int, kept: int = BLOCK, angles: tuple[float, ...] = OVER
 
 
 class LappedTransformVAE(ModelMixin, ConfigMixin):
-    """Images [B, 3, 8h, 8w] in [-1, 1] to latents [B, 16, h, w] and back.
+    """A transform of images [B, 3, 8h, 8w] in [-1, 1] to latents [B, 16, h, w] and back.
 
     Encoding takes the mean of the three channels, decoding repeats the grey result in each. Latents are coefficients
-    times `channel_scale`, which brings their spreads closer to each other and to the noise's.
+    times `channel_scale`, which brings their standard deviations closer to each other and to the noise's.
     """
 
     @register_to_config
@@ -96,7 +98,7 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
         return lapped_matrix(size, KEPT, tuple(self.config.overlap_angles)).to(device)
 
     def transform(self, grey_BHW: Tensor) -> Tensor:
-        """Grey images, float32 [B, 8h, 8w], to scaled latents [B, 16, h, w]."""
+        """Return the scaled latents [B, 16, h, w] of grey images, float32 [B, 8h, 8w]."""
         batch, height, width = grey_BHW.shape
         rows, columns = self._matrix(height, grey_BHW.device), self._matrix(width, grey_BHW.device)
         kept_BHW = rows @ grey_BHW @ columns.T
@@ -104,7 +106,7 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
         return split.reshape(batch, KEPT * KEPT, height // BLOCK, width // BLOCK) * self._scale_C11(grey_BHW.device)
 
     def inverse(self, latents_BCHW: Tensor) -> Tensor:
-        """Scaled latents, float32 [B, 16, h, w], to grey images [B, 8h, 8w]."""
+        """Return the grey images [B, 8h, 8w] of scaled latents, float32 [B, 16, h, w]."""
         batch, _, high, wide = latents_BCHW.shape
         rows, columns = self._matrix(high * BLOCK, latents_BCHW.device), self._matrix(wide * BLOCK, latents_BCHW.device)
         split = (latents_BCHW / self._scale_C11(latents_BCHW.device)).view(batch, KEPT, KEPT, high, wide)
@@ -112,9 +114,10 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
         return rows.T @ kept_BHW @ columns
 
     def encode(self, x: Tensor, return_dict: bool = True) -> Any:
-        """Images [B, 3, H, W] (H, W multiples of 8) to a one-point distribution of latents [B, 16, H/8, W/8].
+        """Return a one-point distribution of latents [B, 16, H/8, W/8] for images [B, 3, H, W] (H, W multiples of 8).
 
-        Pixels that are exactly 0 are taken as hidden and filled from around them; an image of zeros stays zero.
+        Pixels that are exactly 0 are treated as hidden and filled from their surroundings; an image of zeros stays
+        zero.
         """
         grey_BHW = x.float().mean(1)
         known_BHW = grey_BHW != 0
@@ -124,17 +127,18 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
         return AutoencoderKLOutput(latent_dist=latents) if return_dict else (latents,)
 
     def decode(self, z: Tensor, return_dict: bool = True, generator: torch.Generator | None = None) -> Any:
-        """Latents [B, 16, h, w] to images [B, 3, 8h, 8w], three equal channels."""
+        """Return the images [B, 3, 8h, 8w] of latents [B, 16, h, w], with three equal channels."""
         image_B3HW = self.inverse(z.float()).to(z.dtype)[:, None].repeat(1, 3, 1, 1)
         return DecoderOutput(sample=image_B3HW) if return_dict else (image_B3HW,)
 
 
 def fill_holes(image_BHW: Tensor, known_BHW: Tensor) -> Tensor:
-    """The biharmonic (thin-plate) fill, coarse to fine: pixels where `known_BHW` (bool) is False continue their
-    surroundings; float32 [B, H, W] in and out.
+    """Fill the pixels where `known_BHW` (bool) is False by a biharmonic (thin-plate) continuation of the others, coarse
+    to fine.
 
-    At every scale, from a few pixels up, the hole starts from the coarser solution and takes at most `ITERATIONS`
-    steps of conjugate gradients towards the least sum of squared Laplacians. An image with nothing known becomes 0.
+    Images are float32 [B, H, W]. At every scale, from a few pixels up, the hole starts from the coarser solution. At
+    most `ITERATIONS` steps of conjugate gradients then reduce the sum of squared Laplacians. An image with nothing
+    known becomes 0.
     """
     height, width = image_BHW.shape[1:]
     image_BHW = image_BHW * known_BHW
@@ -150,7 +154,8 @@ def fill_holes(image_BHW: Tensor, known_BHW: Tensor) -> Tensor:
 
 
 def _relax(image_BHW: Tensor, hole_BHW: Tensor) -> Tensor:
-    """Conjugate gradients on the hole's pixels, every image on its own."""
+    """Return the images after ITERATIONS steps of conjugate gradients on the hole's pixels, for each image
+    separately."""
     residual = -hole_BHW * _laplacian(_laplacian(image_BHW))
     direction, size = residual, (residual * residual).sum((1, 2), keepdim=True)
     for _ in range(ITERATIONS):
@@ -164,7 +169,8 @@ def _relax(image_BHW: Tensor, hole_BHW: Tensor) -> Tensor:
 
 
 def _laplacian(image_BHW: Tensor) -> Tensor:
-    """Sum of the four neighbours' differences; the image goes on evenly beyond its border."""
+    """Return the sum of differences to the four neighbours; beyond its border the image continues with its edge
+    values."""
     rows, columns = image_BHW.diff(dim=1), image_BHW.diff(dim=2)
     sum_BHW = functional.pad(rows, (0, 0, 0, 1))
     sum_BHW[:, 1:] -= rows

@@ -1,6 +1,7 @@
-"""Whether all ranks call their transformers with the same inputs: only then is what they compute one image.
+"""The check that all ranks call their transformers with the same inputs. Only then do they compute one image.
 
-Each value is compared by its form in words and by a 64-bit digest of its tensors' bits, computed where these lie.
+Values are compared by their shapes and dtypes, and by a 64-bit digest of their tensors' bits, computed on the tensors'
+device.
 """
 
 from __future__ import annotations
@@ -20,26 +21,31 @@ from cocodiff.config.grouping import by_key
 from cocodiff.kernels.device import digest
 from cocodiff.models.adapter import tensors_in
 
-WHOLE_MODEL = 2**20  # numbers up to which a model's weights are compared whole
-SAMPLED = 2**10  # numbers of each tensor of a larger model
+WHOLE_MODEL = 2**20  # elements up to which all of a model's weights are compared
+SAMPLED = 2**10  # elements of each tensor that are compared in a larger model
 ADAPTER_SETTINGS = ("scaling", "scale", "active_adapters", "disable_adapters")  # of peft's layers and IP-Adapters
-NAMED_RANKS = 8  # in an error; of more only the number
-SHOWN_VALUES = 4  # of a tensor, in an error
+NAMED_RANKS = 8  # ranks that an error lists at most
+SHOWN_VALUES = 4  # elements up to which an error shows a tensor's values
 
 
 class Compared(NamedTuple):
-    """A value that ranks call with. told: its name, form and bits, which are compared. words: for the error, should
-    another rank have another one."""
+    """One argument of one rank's call."""
 
-    told: tuple[str, str, int]
-    words: str
+    told: tuple[str, str, int]  # its name, its form (see `form`) and the digest of its bits; these are compared
+    words: str  # its description in the error if ranks differ
 
 
 def check_agreement(values: dict[str, Any], transport: Transport, at: str, wandering: Sequence[str] = ()) -> None:
-    """Compare what ranks call with. All ranks call it and wait for each other. values: tensors, and numbers, texts and
-    containers of them, by the same names on every rank. at: the name of this comparison. wandering: operations that
-    give other bits when repeated, on some rank. Raises UserError on every rank, which names what differs and the ranks
-    that have something else than most."""
+    """Raise UserError on every rank if the ranks' values differ. The error names the differing values and the ranks
+    that have another value than most.
+
+    All ranks call it and wait for each other; it also waits for the tensors' device.
+
+    Args:
+        values: tensors, numbers, texts and containers of them, under the same names on every rank
+        at: name of this comparison, the same on every rank
+        wandering: operations that gave other bits when repeated on some rank, for the error
+    """
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
     message = transport.over_all(own, disagreement, at)
     if message is not None:
@@ -48,7 +54,8 @@ def check_agreement(values: dict[str, Any], transport: Transport, at: str, wande
 
 
 def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
-    """The line that says who differs, in what rank 0's names tell; None where nobody does."""
+    """Return the line that says which ranks differ in which values, by rank 0's names. Return None if all ranks
+    agree."""
     columns = zip_longest(*of_ranks, fillvalue=Compared(("", "", 0), ""))
     differing = [column for column in columns if len({one.told for one in column}) > 1]
     if not differing:
@@ -56,7 +63,7 @@ def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
     names = [column[0].told[0] for column in differing]
     first = differing[0]
     count = Counter(one.told for one in first)
-    usual = max(first, key=lambda one: count[one.told])  # rank 0's where as many have another
+    usual = max(first, key=lambda one: count[one.told])  # the most frequent value; rank 0's if several are
     others = [rank for rank, one in enumerate(first) if one.told != usual.told]
     ranks = ", ".join(map(str, others[:NAMED_RANKS])) + (", ..." if len(others) > NAMED_RANKS else "")
     other, most = first[others[0]].words, usual.words
@@ -69,13 +76,13 @@ def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
 
 
 def _bits(value: Any) -> int:
-    """The digest of the tensors of a value; it waits for their device."""
+    """Return a digest of the bits of all tensors in a value. It waits for their device."""
     return sum(int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))) % 2**63
 
 
 def parts_of(pipe: Any) -> dict[str, Any]:
-    """Return what computes beside the transformers, by name: the classes, settings and weights of a pipeline's VAE and
-    scheduler. What its prompt encoders have computed comes with the transformer's arguments."""
+    """Return the class names, settings and weights' digests of a pipeline's VAE and scheduler, by name. The results of
+    the prompt encoders are among the transformer's arguments, so encoders are left out."""
     found: dict[str, Any] = {}
     for name in ("vae", "scheduler"):
         part = getattr(pipe, name, None)
@@ -87,9 +94,9 @@ def parts_of(pipe: Any) -> dict[str, Any]:
 
 
 def weights_digest(model: nn.Module, blocks: Sequence[Any] = ()) -> str:
-    """Return a model's parameters and buffers in one word, with the strength of its adapters: ranks whose weights
-    differ, by adapters that each of them initialised at random for instance, would make one mixed image. blocks: whose
-    `facts` stand for their `parameters`. It waits for the device."""
+    """Return a digest of a model's parameters, buffers and adapter settings, in hexadecimal digits. It waits for the
+    device. Ranks whose weights differ would make one mixed image, for instance if each initialised an adapter at
+    random. blocks: blocks with shared weights. Their `facts` stand in for the tensors in their `parameters`."""
     apart = {id(x) for block in blocks for x in block.parameters}
     stored = chain(model.named_parameters(), model.named_buffers())
     adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
@@ -98,8 +105,8 @@ def weights_digest(model: nn.Module, blocks: Sequence[Any] = ()) -> str:
 
 
 def facts_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return names, forms and bits of tensors, of many numbers samples: of every tensor SAMPLED, evenly spread. Tensors
-    that stand in for others (quantised, sharded or offloaded ones) are left out."""
+    """Return names, forms and digests of tensors as a text. Of large models SAMPLED elements of each tensor, evenly
+    spread, are read. Tensors that stand in for others (quantised, sharded or offloaded ones) are left out."""
     plain = [(name, x.data) for name, x in tensors if type(x.data) is Tensor and not x.is_meta and x.numel()]
     each = SAMPLED if sum(x.numel() for _, x in plain) > WHOLE_MODEL else WHOLE_MODEL
     sampled = by_key(((x.dtype, x.device), x.flatten()[:: -(-x.numel() // each)]) for _, x in plain)
@@ -108,7 +115,7 @@ def facts_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def form(value: Any) -> str:
-    """A value in words, without what is in its tensors."""
+    """Return a value as text, with the dtype and shape of tensors in place of their elements."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, dict):
@@ -116,11 +123,11 @@ def form(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(form, value)) + "]"
     plain = value is None or isinstance(value, bool | int | float | complex | str)
-    return repr(value) if plain else type(value).__name__  # others' texts may hold addresses, which differ
+    return repr(value) if plain else type(value).__name__  # other objects' texts may hold addresses, which differ
 
 
 def described(value: Any) -> str:
-    """A value's form, and the values of a tensor that has few."""
+    """Return a value's form, with its elements if it is a tensor of at most SHOWN_VALUES."""
     if isinstance(value, Tensor) and value.numel() <= SHOWN_VALUES:
         return f"{form(value)} {value.flatten().tolist()}"
     return form(value)

@@ -1,4 +1,4 @@
-"""One rank's attention from the settings: which mesh, which exchange, which strategy, on any transport."""
+"""Construction of one rank's attention from the settings: its mesh, exchange, codec and strategy, on any transport."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, sequence_of
 
-USUAL = image_and_text(4096, 512)
+USUAL = image_and_text(4096, 512)  # the segments of an image of 1024 x 1024 pixels with a prompt of 512 tokens
 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """One attention call. The default is what meshes and codecs are chosen by where a job does not tell its tokens: an
-    image of 1024 x 1024 pixels with a prompt of 512 tokens."""
+    """The shape of one attention call, by which meshes and codecs are chosen."""
 
     heads: int
     head_dim: int = 128
-    segments: Segments = USUAL
+    segments: Segments = USUAL  # tokens; the default stands for a job that does not say
     batch: int = 1
-    itemsize: int = 2
+    itemsize: int = 2  # bytes of an element
 
     @property
     def cell(self) -> int:
-        """Bytes of one token for one head, as they are and as rings send them."""
+        """The bytes of one token for one head, as rings send them."""
         return self.batch * self.head_dim * self.itemsize
 
 
@@ -47,14 +46,15 @@ def build_strategy(
     kernels: Kernels,
     local: LocalAttention | None = None,
 ) -> Ulysses:
-    """The attention of one rank by the settings, on any transport, virtual ones too: Ulysses among the ranks of its
-    group, with a ring where there are several groups. local: what computes, see `Ulysses`."""
+    """Return the attention of one rank: Ulysses within its group, with a ring if there are several groups. All ranks
+    call it, since it makes groups and lanes. The transport may be a virtual one. local: the attention on this rank's
+    heads, see `Ulysses`."""
     exchange, ring, local = None, None, local or LocalAttention()
     group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
     members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
     chunked = chunking(config, topology)
-    if mesh.ring > 1:  # before what parts of different shape set up, each in its own way
+    if mesh.ring > 1:  # first, since groups of different shape then make their own groups and lanes
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
         ring = load(RINGS, mesh.kind)(mesh, transport, trace, kernels, local, sequences)
     if mesh.ulysses > 1:
@@ -68,25 +68,26 @@ def build_strategy(
 
 
 def codec_name(config: Config) -> str:
-    """The import string of what travels in tensors' places, by the settings `codec`, `arrival` and `selection`."""
+    """Return the import string of the codec, by the settings `codec`, `arrival` and `selection`."""
     if config.arrival != "now":
         return ARRIVALS[config.arrival]
     return CODECS[config.codec] if config.codec != "none" else SELECTIONS[config.selection]
 
 
 def codec_class(config: Config) -> type[Codec]:
-    """The class of the codec that the settings ask for."""
+    """Return the class of the codec that the settings ask for."""
     codec: type[Codec] = imported(codec_name(config))
     return codec
 
 
 def _of_job(config: Config, work: AttentionWork) -> AttentionWork:
-    """With the job's tokens, where the work does not tell others."""
+    """Return the work with the job's number of image tokens, unless it has segments of its own."""
     return replace(work, segments=image_and_text(config.image_tokens, 512)) if work.segments is USUAL else work
 
 
 def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
-    """The settings of ranks that share a sequence, with `codec: auto` decided, and what was decided in words, if so."""
+    """Return the settings with `codec: auto` replaced by a codec, and the choice in words (None if the codec was set).
+    topology: the ranks that share a sequence."""
     if config.codec != "auto":
         return config, None
     chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, _of_job(config, work))
@@ -94,9 +95,9 @@ def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -
 
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
-    """The mesh of Ulysses and Ring that the settings ask for, for a transformer's heads and, where the machine's file
-    tells all rates, calls of `image_tokens`: the engine decides before it has seen a call. Raises UserError for a ring
-    that ranks and heads do not allow."""
+    """Return the mesh of Ulysses and Ring that the settings ask for. The engine decides before it has seen a call: by
+    the transformer's heads and, if the machine file gives all rates, `image_tokens`. Raise UserError for a ring that
+    ranks and heads do not allow."""
     if not topology.machine.missing_rates:
         work = _of_job(config, work)
     plain = mesh_without_ring(topology, work.heads, config.ring, codec_class(config).keeps_state, config.ring_kind)
@@ -105,7 +106,8 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
 
 
 def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
-    """The table that `exchange: auto` goes by; None for all others. Raises UserError for a machine without one."""
+    """Return the table that `exchange: auto` goes by, or None for other exchanges. Raise UserError if the machine has
+    none."""
     if config.exchange != "auto":
         return None
     rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
@@ -113,8 +115,8 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
 
 
 def chunking(config: Config, topology: Topology) -> Chunking:
-    """In how many chunks tensors travel among the ranks of a Ulysses group. Raises UserError for `chunks: auto` on so
-    many nodes of a machine as were not measured."""
+    """Return the chunks in which tensors travel within a Ulysses group. Raise UserError for `chunks: auto` on a machine
+    and number of nodes that were not measured."""
     if config.chunks == "auto":
         return Chunking(*load_chunk_table(topology.machine.name, topology.nodes))
     return Chunking(int(config.chunks))

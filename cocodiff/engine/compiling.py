@@ -1,8 +1,8 @@
-"""torch.compile of a model's blocks, for the length of a run: `docs/models.md` tells what is compiled and what is not.
+"""torch.compile of a model's blocks, for the length of a run. `docs/models.md` says what is compiled and what is not.
 
 Nothing is sent from inside a graph. A block is compiled without its call, so hooks on it run before and after its
-graphs; each of its attention modules, in which messages are sent, breaks the graph and runs as it is. Ranks compile
-each by itself, between messages, and wait for a rank that compiles as for one that computes.
+graphs. Each of its attention modules, in which messages are sent, breaks the graph and runs uncompiled. Each rank
+compiles by itself, between messages; other ranks wait for it as for one that computes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from cocodiff.models.adapter import attends
 from cocodiff.models.checks import called_often, replace, replace_forward, stateful_hooks
 
 BACKEND = "inductor"
-REASON = "cocodiff sends messages between ranks here"  # by which a break of ours is told from others
+REASON = "cocodiff sends messages between ranks here"  # by it our graph breaks are told from others
 Function = Callable[..., Any]
 
 
 class Compiler:
-    """torch.compile for one engine, and an account of what it did on this rank. backend: torch's name of the compiler.
-    paused: while all blocks run as they are. graphs, seconds: that were compiled, and what that took; later: how many
-    of them after the first step of a run."""
+    """The torch.compile of one engine, with counts of what it compiled on this rank."""
 
     def __init__(self, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
-        """is_later: whether a first step is over."""
+        """Compile with BACKEND. is_later: a function that returns True after the first step of a run."""
         self._trace, self._is_later = trace, is_later
-        self.backend: Any = BACKEND
-        self.paused = False
+        self.backend: Any = BACKEND  # torch's name of the compiler, or a function
+        self.paused = False  # True while all blocks run uncompiled
+        # graphs compiled, graphs among them that were compiled after the first step, seconds of compilation
         self.graphs, self.later, self.seconds = 0, 0, 0.0
         self._breaks_before = 0
         self._compiled: dict[Function, Function] = {}
         self._outside: dict[Function, Function] = {}
 
     def __str__(self) -> str:
-        """In words; empty where nothing is compiled."""
+        """Return the counts in words, or "" if nothing was compiled."""
         if not self.graphs:
             return ""
         return (
@@ -52,14 +51,14 @@ class Compiler:
         )
 
     def compiled(self, function: Function) -> Function:
-        """A function, compiled where blocks are. It is compiled anew for each shape and kind of its arguments."""
+        """Return a function in compiled form. It is compiled again for each shape and type of its arguments."""
         if function not in self._compiled:
             self._compiled[function] = torch.compile(copy_of(function), backend=self._compile, dynamic=False)
         return self._compiled[function]
 
     def outside(self, function: Function) -> Function:
-        """A function that breaks graphs and runs as it is, with all that it calls: the same one for all modules of a
-        class, which share graphs by it."""
+        """Return a function that breaks graphs: it runs uncompiled, with everything that it calls. Equal functions give
+        the same object, so all modules of a class share their graphs."""
         if function not in self._outside:
             self._outside[function] = torch.compiler.disable(function, reason=REASON)
         return self._outside[function]
@@ -67,7 +66,7 @@ class Compiler:
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
-        """Raises UserError for a model whose blocks are to be compiled and cannot be."""
+        """Raise UserError if a model's blocks cannot be compiled."""
         blocks = self.blocks_of(model)
         if not blocks:
             raise UserError(
@@ -82,7 +81,7 @@ class Compiler:
         self.check_forwards(model)
 
     def check_forwards(self, model: nn.Module) -> None:
-        """Raises UserError for a block whose forward is not its class's."""
+        """Raise UserError for a block whose forward was replaced."""
         for name, block in self.blocks_of(model):
             if "forward" in vars(block):
                 raise UserError(
@@ -91,8 +90,8 @@ class Compiler:
                 )
 
     def attach(self, model: nn.Module, forwards: Mapping[type, Function]) -> Callable[[], None]:
-        """Compiles a model's blocks; the returned function puts the old ones back. forwards: that stand in for those of
-        some classes of blocks."""
+        """Compile a model's blocks, at their first call. Return a function that puts the old ones back. forwards:
+        functions in place of the forward of some classes of blocks."""
         blocks, undo = self.blocks_of(model), ExitStack()
         self._breaks_before = other_breaks()
         for _, block in blocks:
@@ -106,11 +105,11 @@ class Compiler:
         return (plain if self.paused else compiled)(*args, **kwargs)
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, Any]]:
-        """Those that are compiled, with their names."""
+        """Return the blocks that are compiled, with their names: those that contain attention."""
         return [(name, block) for name, block in called_often(model)[1:] if any(map(attends, block.modules()))]
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
-        """A backend of torch.compile: the usual one, counted."""
+        """Compile a graph with the backend, and count it. This is a backend of torch.compile."""
         from torch._dynamo import lookup_backend
 
         started = time.perf_counter()
@@ -123,13 +122,13 @@ class Compiler:
 
 
 def parts_outside(block: nn.Module) -> list[Any]:
-    """Parts of a block that break its graphs: where messages are sent, and what else has hooks."""
+    """Return the parts of a block that break its graphs: attention modules, and modules with hooks."""
     parts = (part for part in block.modules() if part is not block)
     return [part for part in parts if attends(part) or part._forward_hooks or part._forward_pre_hooks]
 
 
 def copy_of(function: Any) -> Function:
-    """The same function with code of its own: torch keeps what it compiled, and counts it, by code object, and other
+    """Return a function with a code object of its own. torch keeps and counts compiled code by code object, and other
     engines compile the same blocks."""
     code, given = function.__code__.replace(), function.__defaults__
     copy = FunctionType(code, function.__globals__, function.__name__, given, function.__closure__)
@@ -138,7 +137,7 @@ def copy_of(function: Any) -> Function:
 
 
 def other_breaks() -> int:
-    """Graph breaks of this process so far that are not ours."""
+    """Return the number of graph breaks of this process so far, apart from ours."""
     from torch._dynamo.utils import counters
 
     return sum(count for reason, count in counters["graph_break"].items() if REASON not in reason)

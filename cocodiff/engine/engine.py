@@ -1,8 +1,8 @@
-"""The engine: takes a pipeline or a transformer and returns it parallel, for the length of a `with`.
+"""The engine: it makes a pipeline or a transformer parallel for the length of a `with` block.
 
-It wires the modules together and owns all state of a run: transport, topology, the ranks that compute a call, trace,
-the count of steps and guidance branches. Nothing is patched: attention goes in through `set_processor`, or is
-seen where torch computes it, sharding through forward hooks, and leaving the context puts everything back as it was.
+It connects the modules and owns all state of a run: transport, topology, the ranks that compute a call, trace, the
+count of steps and guidance branches. Nothing is patched. Attention is replaced by `set_processor`, or intercepted where
+torch computes it; sharding uses forward hooks. Leaving the block restores everything.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from cocodiff.engine.step_cache import FirstBlockCache
     from cocodiff.engine.weights import SplitBlock
 
-UNKNOWN_TOKENS = 1031  # of a call whose segments are known when attention is reached
-COMPARED_CALLS = 3  # at the start of each run: into its second step, where guidance takes two calls
+UNKNOWN_TOKENS = 1031  # tokens at which a device is tried if segments are not known before attention is reached
+COMPARED_CALLS = 3  # calls at the start of each run that ranks compare: with two guidance calls a step, into its second
 
 
 def parallelize(
@@ -63,13 +63,28 @@ def parallelize(
     plan: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Engine:
-    """A diffusers pipeline or a bare transformer, parallel over all ranks inside `with parallelize(...) as engine:`.
+    """Return an engine, in whose `with` block a pipeline or a transformer is parallel over all ranks.
 
-    preset: the settings to start from; `overrides` (keys of Config) go on top. Or give a whole `config`.
-    transport: an open one to use, and to leave open; by default the launch is recognised and one is opened.
-    plan: where tokens are cut and gathered (`cocodiff.models.plan`), by default what is known of the class.
-    Raises UserError for unknown settings, models without an adapter, attention that has no parallel form, and ranks
-    that do not fit machine or model."""
+    Parameters
+    ----------
+    target : diffusers pipeline or transformer
+    preset : str
+        Name of the settings to start from.
+    config : Config, optional
+        All settings, in place of a preset.
+    transport : Transport, optional
+        An open transport, which stays open. By default one is opened for the launch that is detected.
+    plan : dict, optional
+        Places where tokens are cut and gathered (`cocodiff.models.plan`). By default the class's known plan.
+    **overrides
+        Settings (fields of `Config`) that replace those of the preset or `config`.
+
+    Raises
+    ------
+    UserError
+        For unknown settings, models without an adapter, attention without a parallel form, and ranks that do not fit
+        the machine or model; some of them when the block is entered or the model is called.
+    """
     settings = config.with_(**overrides) if config is not None else Config.preset(preset, **overrides)
     return Engine(target, settings, transport, plan).warn_until_entered()
 
@@ -77,8 +92,9 @@ def parallelize(
 def open_transport(
     config: Config, launch: Launch | None = None, settings: dict[str, str] | None = None, on_loss: Sequence[OnLoss] = ()
 ) -> Transport:
-    """The transport of this rank. `settings` are compared between ranks, the engine's own with them. on_loss: called at
-    once when a rank is lost, also during the start."""
+    """Open and return this rank's transport. All ranks call it. launch: by default it is detected. settings: further
+    settings that are compared between ranks, as `config` is. on_loss: functions that are called at once when a rank is
+    lost, also during the start."""
     launch = launch or detect()
     device, name = place_rank(launch, config.device, config.transport)
     alike = {name: str(value) for name, value in vars(config).items()} | (settings or {})
@@ -86,15 +102,15 @@ def open_transport(
     return connect(launch, name, device, alike, limits, on_loss, config.check_messages)
 
 
-OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # bytes by purpose and link class; every report of steps
+OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # one rank's: bytes by purpose and link class; step reports
 
 
 @dataclass(frozen=True)
 class Results:
-    """bytes: by purpose and link class. drift: of every step, see `Engine.drift_profile`."""
+    """The bytes that all ranks have sent, and their reports of steps."""
 
-    bytes: dict[str, dict[str, int]]
-    drift: list[dict[str, Any]]
+    bytes: dict[str, dict[str, int]]  # by purpose and link class
+    drift: list[dict[str, Any]]  # one row for each step, see `Engine.drift_profile`
 
     @classmethod
     def merged(cls, of_ranks: Sequence[OwnResults]) -> Results:
@@ -106,21 +122,20 @@ class Results:
 
 
 class Engine:
-    """A parallel transformer, or a pipeline's several. Use as a context manager; see `parallelize`.
-
-    model: of the current call. A run's part in which one model is called is a run of that model: codecs begin anew
-    with it, and keep nothing of the models before it."""
+    """A parallel transformer, or the several of a pipeline. Use it as a context manager; see `parallelize`. Calls of
+    one of several transformers in a row are a run of it: codecs start again with it, and keep nothing of the models
+    before."""
 
     def __init__(self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None) -> None:
         self._models = experts_of(target)
-        self.model = self._models[0]
+        self.model = self._models[0]  # the model of the current call
         self._pipe: Any = target if target is not self.model else None
         self.config = config
         for model in self._models:
             checks.check_not_compiled(model.named_modules())
         self.family = family_of(self.model, plan)
         self.adapter = self.family.adapter
-        self._caches: list[FirstBlockCache] = []  # one for each model; none without the setting
+        self._caches: list[FirstBlockCache] = []  # one for each model; none if the setting is off
         if config.step_cache != "none":
             self._caches = [load(STEP_CACHES, config.step_cache)(model, config) for model in self._models]
         self._signature = signature_of(self.model)
@@ -135,18 +150,18 @@ class Engine:
         self.compiler = self._new_compiler()
         self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
         self._rule = self._guidance_rule()
-        self._split: dict[nn.Module, list[SplitBlock]] = {}  # of models whose weights ranks share
-        self._parts = PARTS if self._rule.possible else 1  # of the ranks, each of which shares weights
+        self._split: dict[nn.Module, list[SplitBlock]] = {}  # the blocks whose weights ranks share, by model
+        self._parts = PARTS if self._rule.possible else 1  # number of parts of the ranks that share weights
         self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
         self._inside = False
-        self._results: Results | None = None  # of all ranks, when the last block ended
-        self._undo = ExitStack()  # what entering, or leaving, the block takes off the models
-        self._sized: set[tuple[Any, ...]] = set()  # the calls for which there is memory
-        self._tried: set[tuple[Any, ...]] = set()  # the calls whose shape the device was tried at
-        self.device_trial: DeviceTrial | None = None  # the last trial of the devices of all ranks
+        self._results: Results | None = None  # the results of all ranks at the end of the last block
+        self._undo = ExitStack()  # functions that undo what entering (before it: the warning) has changed
+        self._sized: set[tuple[Any, ...]] = set()  # calls for which memory was found to suffice
+        self._tried: set[tuple[Any, ...]] = set()  # shapes at which the device was tried
+        self.device_trial: DeviceTrial | None = None  # the last trial, of all ranks' devices
 
     def _new_compiler(self) -> Compiler | None:
-        """None where nothing is compiled: a run imports nothing of it."""
+        """Return the compiler, or None if nothing is compiled; then its modules are not imported."""
         if not self.config.compile:
             return None
         from cocodiff.engine.compiling import Compiler
@@ -158,13 +173,13 @@ class Engine:
 
     def _guidance_rule(self) -> GuidanceRule:
         setting = self.config.guidance_parallel
-        # A bare transformer's calls have to be told that they guide; and half of the ranks must allow the settings.
+        # "auto" needs a pipeline, which says if it uses guidance, and settings that fit half of the ranks.
         if setting == "auto" and (self._pipe is None or not self._parts_fit()):
             setting = 1
         return GuidanceRule(setting, self.size, self.family.rows_per_image > 1, self.family.branches)
 
     def _parts_fit(self) -> bool:
-        """Whether ranks can be cut into parts of which each has a mesh."""
+        """Return True if ranks can be divided into parts each of which has a mesh."""
         try:
             for ranks in Axes.build(self.topology, guidance=PARTS).branches[0]:
                 _ = self._sequence_of(self.topology.part(ranks), self.transport, self.trace).mesh
@@ -184,14 +199,13 @@ class Engine:
 
     @property
     def compiled(self) -> str:
-        """In words, what torch.compile did on this rank so far; empty where nothing is compiled."""
+        """A summary of what torch.compile did on this rank so far; "" if nothing was compiled."""
         return str(self.compiler or "")
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def warn_until_entered(self) -> Engine:
-        """Have the models warn, once, where they are called before this engine is entered: each rank computes alone.
-        Return this engine."""
+        """Have the models warn, once, if they are called before this engine is entered. Return this engine."""
         for model in self._models if self.size > 1 else ():
             self._undo.callback(model.register_forward_pre_hook(partial(_warn_outside, self._undo)).remove)
         return self
@@ -228,7 +242,8 @@ class Engine:
             self.transport.close()
 
     def _tell_others(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        if error is not None and not isinstance(error, PeerLost):  # that came from the others
+        """Report this rank's error to the other ranks, unless it came from them."""
+        if error is not None and not isinstance(error, PeerLost):  # PeerLost came from the others
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
 
@@ -242,30 +257,30 @@ class Engine:
             self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
 
     def _put_on(self, number: int, model: nn.Module) -> Iterator[Callable[[], object]]:
-        """Puts on a model, and around what is on it by then, all that makes it parallel: gives what takes each off."""
-        # One rank alone gives one process's bits: it is what others are compared with.
+        """Make a model parallel, around what is on it already. Yield a function that undoes each step."""
+        # A single rank gives the bits of one process: it is the reference for others.
         kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
         yield model.register_forward_pre_hook(checks.never_compiled(self._on_call), with_kwargs=True).remove
         yield self.adapter.attach(model, self, kernels)
         if self.compiler is not None:
             yield self.compiler.attach(model, self.adapter.blocks())
-        if self.config.split is not None and self.size > 1:  # around blocks that are compiled by then
+        if self.config.split is not None and self.size > 1:  # around compiled blocks
             from cocodiff.engine.weights import split_weights
 
             split = split_weights(model, self.topology, self.transport, self.config.split, self._parts)
             self._undo.push(split.end)
-            self._undo.push(self._tell_others)  # who wait for this rank elsewhere, and have parts of the weights
+            self._undo.push(self._tell_others)  # who may wait for this rank elsewhere, and have parts of the weights
             self._split[model] = split.compared
             yield partial(self._split.pop, model)
             yield split.attach(self.trace)
-        if self._caches:  # around blocks that are compiled by then: what the cache sends is in no graph
+        if self._caches:  # around compiled blocks, so that the cache's messages are in no graph
             yield self._caches[number].attach()
         if self._rule.possible:
             yield replace_forward(model, self._guided.compute)
         yield replace(model, "__getstate__", self.__reduce__)
 
     def _share_vae(self) -> Iterator[Callable[[], object]]:
-        """Has ranks do together what they call the pipeline's VAE for: gives what takes that off."""
+        """Have ranks share the work of the pipeline's VAE. Yield a function that undoes each step."""
         vae = getattr(self._pipe, "vae", None)
         if vae is not None:
             from cocodiff.models.decoding import share_vae
@@ -274,43 +289,46 @@ class Engine:
             yield replace(vae, "__getstate__", self.__reduce__)
 
     def __reduce__(self) -> Any:
-        """Raises UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
+        """Raise UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
         name = type(self._pipe or self.model).__name__
         raise UserError(
             f"this {name} is parallel and can be neither copied nor pickled: do that outside of its `with` block"
         )
 
     def new_run(self) -> None:
-        """The next call of the transformer begins a new image: nothing of the last one is used for it, and its steps
-        count from 0. A pipeline tells this by itself. A bare transformer is taken to begin anew where the timestep
-        rises, or where it is the first one again with other noise; this says so in every case. Every rank calls it."""
+        """Declare that the next call of the transformer begins a new image. Every rank calls it. Nothing of the last
+        image is used for it, and its steps count from 0. Pipelines do not need it. Of a bare transformer a run begins
+        by itself where the timestep rises, or where the first timestep is repeated with other noise."""
         self.counter.new_run()
 
-    # What was sent, and what was noted of each step -----------------------------------------------------------------
+    # The bytes that were sent, and the reports of each step -----------------------------------------------------------
 
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
-        """Attention bytes per link class, summed over all ranks: on every rank, and of all blocks so far. Inside the
-        `with` block it asks the others, so every rank calls it; afterwards it tells what was so at the block's end.
+        """Return the bytes that all ranks sent per link class, in all blocks so far. Inside the block it asks the other
+        ranks, so every rank calls it. After it the bytes are those at the block's end.
 
-        purpose: "attention" for all of these, "unsplit" for the part of them that all ranks sent while computing a
-        guidance branch together, though guidance is parallel; "guidance" for what its two parts sent each other, and
-        "gather" for the model's output within a part, "notes" for what codecs and the step cache decide by, "whole" for
-        what attention's tensors would have been without V-Major or a codec, along the same routes, and "late" and
-        "overflow" for parts of "attention": what no call waited for, and the lossless codec's rests."""
+        "attention": q, k, v and outputs of attention
+        "unsplit": its part of guidance branches that all ranks computed together though guidance is parallel
+        "late", "overflow": its parts that no call waited for, and that are the lossless codec's rests
+        "whole": the bytes that attention would have sent uncoded, along the same routes
+        "guidance", "gather": the model's output between guidance's two parts, and within a part
+        "notes", "weights": the numbers by which codecs and the step cache decide, and shared weights"""
         sent = self._current_results().bytes
-        # What all ranks sent for a branch of guidance together is attention's as well.
+        # Attention's bytes include those of guidance branches that all ranks computed together.
         also = sent["unsplit"] if purpose == "attention" else {}
         return {link: sent[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
 
     def drift_profile(self) -> list[dict[str, Any]]:
-        """Of every step so far, over all layers, runs and ranks: with V-Major the mean relative change of v against its
-        reference and the fraction of image tokens that stayed; with a codec or displacement `CodedStep.merged`; with a
-        step cache the fraction of calls that were cached. Empty where everything is computed, travels as it is and is
-        waited for. Every rank calls it inside the block, as `bytes`."""
+        """Return one row for each step so far, over all layers, runs and ranks. Every rank calls it inside the block.
+
+        With V-Major a row has the mean relative change of v against its reference and the fraction of image tokens that
+        stayed; with a codec or displacement, `CodedStep.merged`; with a step cache, the fraction of calls that were
+        cached. The list is empty if everything is computed and sent as it is.
+        """
         return list(self._current_results().drift)
 
     def forget_drift(self) -> None:
-        """Starts the drift profile afresh, for the runs that follow. Every rank calls it."""
+        """Delete the drift profile so far. Every rank calls it."""
         for one in self._reporting:
             one.forget_report()
         if self._results is not None:
@@ -318,13 +336,15 @@ class Engine:
 
     @property
     def _reporting(self) -> list[Any]:
-        """What notes something of every step, by `report` and `forget_report`."""
+        """The codecs and step caches, which report on every step."""
         return [*(ranks.strategy.codec for ranks in self._guided.sequences), *self._caches]
 
     def _own_results(self) -> OwnResults:
         return {purpose: self.trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in self._reporting]
 
     def _current_results(self) -> Results:
+        """Return the results so far inside the block, and after it those at its end. Only inside it are other ranks
+        asked."""
         if self._inside:
             return self._results_of_all_ranks("engine.bytes() or drift_profile()")
         return self._results or Results.merged([self._own_results()])
@@ -337,7 +357,7 @@ class Engine:
     def _on_call(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], Arguments] | None:
-        """Before each call of a model. Returns the arguments where this rank computes some rows of the batch."""
+        """Prepare for a call of a model. Return its new arguments if this rank computes only some rows of the batch."""
         self.model = model
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_call(arguments)
@@ -358,7 +378,7 @@ class Engine:
         checks.check_not_compiled(found)
         cache = checks.check_caches(found, self.config.step_cache, self.size)
         if cache and self.size > 1:
-            # It counts the calls that a part of the ranks computes, and would miss those of the other part.
+            # The cache counts calls, and would miss those that the other part of the ranks computes.
             self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
@@ -370,8 +390,8 @@ class Engine:
             checks.check_no_gradients(self.model, arguments)
 
     def _try_device(self, arguments: Arguments, sample: Tensor) -> None:
-        """Try accelerators at the shape of a run's first calls. Attention goes in chunks where a rank's is wrong.
-        Raises UserError where a rank's copies are: nothing can be relied on then."""
+        """Test accelerators at the shape of a run's first calls. If a rank's attention is wrong, all ranks compute it
+        in chunks. Raise UserError if a rank's copies are wrong, since every result would be."""
         sequence, ranks = self.sequence, self._guided.comparing(self.counter.branch)
         if ranks is None or self.counter.calls > COMPARED_CALLS or sample.device.type in ("cpu", "meta"):
             return
@@ -395,7 +415,8 @@ class Engine:
             local.in_chunks = True
 
     def _compare_with_others(self, arguments: Arguments) -> None:
-        """Refuses a call whose inputs differ. The second tells who guides in two calls, the third what noise came."""
+        """Raise UserError if the ranks' inputs differ. The first calls of a run are compared: the second shows which
+        pipelines guide in two calls, the third shows the noise."""
         ranks = self._guided.comparing(self.counter.branch)
         if self.size == 1 or self.counter.calls > COMPARED_CALLS or ranks is None:
             return
@@ -415,15 +436,15 @@ class Engine:
 
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)
-        run = counter.run * len(self._models) + number  # of this model
+        run = counter.run * len(self._models) + number  # a number for the run of this model
         moment = StepInfo(run, counter.step, self._steps(), counter.sigma)
         self.sequence.strategy.codec.begin_step(moment)
         if self._caches:
             self._caches[number].begin_call(moment, counter.branch, self.sequence, arguments)
 
     def _check_memory(self, hidden: Tensor) -> None:
-        """Refuses a run that keeps more between calls than fits, at its first call of each size and branch. No rank is
-        far ahead of another then: the first exchange needs them all. Families of unplanned shape use `check_room`."""
+        """Raise UserError if what is kept between calls does not fit, at the first call of each size and branch. No
+        rank is far ahead then, as the first exchange needs all. Families without planned shapes use `check_room`."""
         ranks = self.sequence
         codec = ranks.strategy.codec
         if self.size == 1 or not (codec.keeps_state or self._caches) or not (ranks.segments and self.family.planned):
@@ -435,25 +456,26 @@ class Engine:
             load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
 
     def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
-        """As `_check_memory`, for a model of which no more is known than its current call: before the first one of so
-        many layers of a kind that keep something for a branch. qkv: of the first of them."""
+        """Raise UserError if what is kept between calls does not fit, for a model that is known by its current call
+        only. kind: a name for its kind of layers, at the first of which this is called. layers: number of these. qkv:
+        of the first one."""
         key = self.sequence, qkv.segments, kind, self.counter.branch
         if self.sequence.strategy.codec.keeps_state and key not in self._sized:
             self._sized.add(key)
             load(PLANNER, "room for layers")(layers, qkv, self.sequence, self._ranks_on_node)
 
     def _steps(self) -> int | None:
-        """How many steps run, from the pipeline or the settings."""
+        """Return the number of steps of a run, from the pipeline or the settings; None if neither says."""
         steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
         return None if steps is None else int(steps)
 
     @property
     def segments(self) -> Segments:
-        """The segments of the model's current call, as its adapter says them."""
+        """The segments of the model's current call, from its adapter."""
         return self.sequence.segments
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
-        """Attention of this rank's rows to all rows, [B, L, H, D]. layer: the name of the module that attends."""
+        """Return attention of this rank's rows to all rows, [B, L, H, D]. layer: name of the module that attends."""
         if self.model is not self._models[0]:
             layer = f"{EXPERTS[1]}.{layer}"
         layer_key = LayerKey(layer, self.counter.branch)
@@ -466,7 +488,7 @@ class Engine:
 
 
 def _is_parallel(model: nn.Module) -> bool:
-    """Return True inside the `with` block of an engine."""
+    """Return True if an engine has this model in its `with` block."""
     return isinstance(getattr(vars(model).get("__getstate__"), "__self__", None), Engine)
 
 

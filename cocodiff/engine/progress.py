@@ -1,4 +1,4 @@
-"""Where denoising stands: which image, which of its steps, which of the calls that guidance makes in one step."""
+"""The position in denoising: the image, its step, and the call that guidance makes in that step."""
 
 from __future__ import annotations
 
@@ -11,43 +11,49 @@ NEW_NOISE = 0.5  # relative distance of two samples at one timestep above which 
 
 
 class StepCounter:
-    """Counts runs (images), their steps, and the branches of a step, call by call of a transformer.
+    """A counter of runs (images), their steps, and the guidance branches of a step, from the calls of a transformer.
 
-    A pipeline's scheduler tells: new timesteps are a new run, another step index is another step, and calls at one
-    index are the branches of guidance. Schedulers of second order have an index for each call, and a pipeline's
-    `num_timesteps` counts those.
+    It goes by the pipeline's scheduler if there is one. New timesteps are a new run, another step index is another
+    step, and calls at one index are the branches of guidance. Schedulers of second order have an index for each call,
+    and a pipeline's `num_timesteps` counts those.
 
-    Where no scheduler moves, the calls themselves tell. A lower timestep is a new step, a higher one a new run. At
-    the same timestep, which is what several become when they are rounded, a sample that moved is a new step; one that
-    did not, that has another size, or that comes with a text which the step has not seen, is another branch. As long
-    as a run is at its first timestep, a sample that has nothing to do with the last one is a new run.
-
-    run, step, branch: of the current call, from 0. calls: of this run, the current one included. sigma: the noise level
-    of the current call, in the scheduler's units; its timestep where no scheduler counts, None where it has none."""
+    Without a scheduler it goes by the calls. A lower timestep is a new step, a higher one a new run. At an equal
+    timestep (several may be rounded to one), a sample that changed is a new step. It is another branch if it is
+    unchanged, has another size, or comes with a text that is new in this step. At the first timestep of a run, a sample
+    far from the last one is a new run.
+    """
 
     def __init__(self) -> None:
+        # Of the current call: run, step and branch, from 0; and the number of this run's calls, including this one.
         self.run, self.step, self.branch, self.calls = -1, -1, 0, 0
+        # Noise level of the current call, in the scheduler's units; without a scheduler its timestep, or None.
         self.sigma: float | None = None
-        self._sigmas: list[float] = []  # of the scheduler, read once for each of its schedules
+        self._sigmas: list[float] = []  # noise levels by step index, read once for each schedule
         self._begins, self._at_first_timestep = True, True
         self._schedule: object = None
         self._index: int | None = None
         self._timestep: Tensor | None = None
         self._sample: Tensor | None = None
-        self._texts: list[Tensor | None] = []  # of the current step's calls
+        self._texts: list[Tensor | None] = []  # texts of the current step's calls
 
     @property
     def here(self) -> str:
-        """The current call in words, alike on all ranks: the same call has the same words."""
+        """The current call in words, for messages: the same on all ranks."""
         return f"call {self.calls} of image {self.run + 1}"
 
     def new_run(self) -> None:
-        """The next call begins a run, whatever it looks like."""
+        """Have the next call begin a run, whatever it looks like."""
         self._begins = True
 
     def call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None = None, scheduler: Any = None) -> None:
-        """timestep: of any shape; the largest counts, since tokens of a given frame have 0. sample, text: what is
-        denoised, and the prompt's embeddings, of any shape. scheduler: None for a bare transformer."""
+        """Count a call of the transformer.
+
+        Args:
+            timestep: of any shape; the largest counts, since tokens of a given frame have 0
+            sample: the tensor that is denoised, of any shape
+            text: the prompt's embeddings, of any shape
+            scheduler: the pipeline's, None for a bare transformer
+        """
         schedule, index = getattr(scheduler, "timesteps", None), getattr(scheduler, "step_index", None)
         if self._begins or schedule is not self._schedule:
             kind = "run"
@@ -61,7 +67,7 @@ class StepCounter:
         # Copies, since a loop may change its tensors in place.
         self._timestep = None if timestep is None else timestep.detach().max()
         if kind != "branch" or index is not None:
-            # Where the scheduler moves, no sample need be looked at.
+            # If the scheduler counts, samples are not compared.
             self._sample, self._texts = (sample.detach().clone() if index is None else None), []
         self._texts.append(text)
 
@@ -89,7 +95,7 @@ class StepCounter:
         self.sigma = self._sigmas[index]
 
     def _kind_of_call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None) -> str:
-        """Whether a call that the scheduler does not tell from the last one is a new "run", "step" or "branch"."""
+        """Return what a call begins by comparison with the last one: a new "run", "step" or "branch"."""
         if timestep is not None and self._timestep is not None:
             change = float(timestep.max()) - float(self._timestep)
             if change:
@@ -105,4 +111,5 @@ class StepCounter:
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return True if both are None or equal tensors."""
     return one is other or (one is not None and other is not None and torch.equal(one, other))

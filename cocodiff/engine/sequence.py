@@ -1,5 +1,4 @@
-"""The ranks that share one sequence, as one of them sees it: its transport and attention, which tokens are its own, and
-how what the ranks have computed becomes whole again."""
+"""The ranks that share one sequence, as one of them sees it: its transport, its attention, and its tokens."""
 
 from __future__ import annotations
 
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 
 
 class SequenceRanks:
-    """segments: of the model's current call, with the tokens of all these ranks. It is set before each call. config:
-    the settings without what was left to be chosen for these ranks; chosen: what that became, None where nothing was.
-    Mesh and strategy are made when they are first used, by all ranks at once: they cost groups and lanes."""
+    """The ranks that share one sequence. They cut tensors into each rank's tokens, and gather them again. Mesh and
+    strategy are made at first use, by all ranks together, since they make groups and lanes."""
 
     def __init__(
         self,
@@ -38,33 +36,41 @@ class SequenceRanks:
         trace: Trace,
         kernels: Kernels,
     ) -> None:
-        """topology, transport: of these ranks. work: what a mesh is chosen by. trace: counts what this rank sends."""
+        """Choose the codec if the settings leave it open. Mesh and strategy are made later.
+
+        Args:
+            topology, transport: of these ranks
+            work: the attention call by which the mesh is chosen
+            trace: counts the bytes that this rank sends
+        """
         self._work, self._trace, self._kernels = work, trace, kernels
+        # The settings with every choice made, and these choices in words (None: nothing was left to choose).
         self.config, self.chosen = with_codec_chosen(config, topology, work)
         self.topology, self.transport = topology, transport
         self.rank, self.size = transport.rank, transport.size
-        self.segments: Segments = ()
+        self.segments: Segments = ()  # the current call's, with the tokens of all these ranks; set before each call
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Raises UserError for a mesh that ranks and heads do not allow."""
+        """The mesh of these ranks. Raises UserError for one that ranks and heads do not allow."""
         return mesh_of(self.config, self.topology, self._work)
 
     @cached_property
     def strategy(self) -> Ulysses:
+        """The attention of this rank."""
         return build_strategy(self.config, self.mesh, self.transport, self._trace, self._kernels)
 
     @property
     def connected(self) -> bool:
-        """Whether the strategy was made."""
+        """True once the strategy was made, with its groups and lanes."""
         return "strategy" in vars(self)
 
     def shares(self, segment: str) -> tuple[int, ...]:
-        """Every rank's tokens of a segment."""
+        """Return each rank's number of tokens in a segment."""
         return {one.name: one for one in self.segments}[segment].shares(self.topology)
 
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a segment, out of all of them along a dimension."""
+        """Return this rank's tokens of a segment, as a contiguous copy. `whole` has all tokens along `dim`."""
         shares = self.shares(segment)
         if whole.shape[dim] != sum(shares):
             raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {sum(shares)}")
@@ -72,7 +78,8 @@ class SequenceRanks:
         return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
 
     def transposes(self, rows: str, columns: str, slices: int, early: float) -> Transposes:
-        """Of the current call, with a segment's tokens as rows and another one's as columns: see `Transposes`."""
+        """Return the transposes of the current call: the tokens of one segment are rows, those of another one columns.
+        slices, early: see `Transposes`."""
         from cocodiff.exchange.transpose import Transposes
 
         assert self.strategy.exchange is not None, "one rank has nothing to transpose"
@@ -80,14 +87,19 @@ class SequenceRanks:
         return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices, early, codec)
 
     def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
-        """All ranks' tokens of a segment on every rank, so that all go on with the same bits. dim: of the tokens."""
+        """Return all tokens of a segment, from each rank's along `dim`. Every rank gets the same bits."""
         if self.size == 1:
             return x
         self.transport.arrive("the gather of outputs")
         return self.gather_rows(x, self.shares(segment), dim, "gather")
 
     def gather_rows(self, x: Tensor, shares: tuple[int, ...] | list[int], dim: int, *purposes: str) -> Tensor:
-        """All ranks' rows along a dimension, `shares` of each, on every rank. purposes: what bytes are counted for."""
+        """Return all ranks' rows along `dim`, on every rank.
+
+        Args:
+            shares: number of rows of each rank
+            purposes: of `trace.PURPOSES`, for each of which the sent bytes are counted
+        """
 
         def gather(x: Tensor) -> Tensor:
             parts = [x.new_empty(*x.shape[:dim], share, *x.shape[dim:][1:]) for share in shares]

@@ -1,11 +1,11 @@
-"""First Block Cache: where a model's first block changes its tokens much as it did before, the other blocks are not
-computed, and what they last added is added again. Lossy; the idea is ParaAttention's, the rule diffusers'.
+"""First Block Cache: if a model's first block changes its tokens nearly as it did before, the other blocks are skipped.
+The change that they made last is added again. Lossy; the idea is ParaAttention's, the rule diffusers'.
 
-diffusers' own hook goes by the tokens that a rank has, so ranks would decide differently and wait for each other for
-ever. Here all ranks that share a call's sequence decide together, in every call that has one to compare with: each adds
-up its own tokens' changes, and the sums of all, two numbers of a rank, are added up exactly. So the decision is the
-same on every rank, and that of one process but for the rounding of sums in float64. Other replicas, and the ranks of
-the other branch of guidance, take no part.
+diffusers' own hook decides by the tokens that a rank has, so ranks would disagree and wait for each other forever. Here
+all ranks that share a call's sequence decide together, in every call that has one to compare with. Each sums the
+changes of its own tokens, and two numbers from each rank are added exactly. So the decision is the same on every rank,
+and that of one process but for the rounding of sums in float64. Other replicas, and the ranks of the other guidance
+branch, take no part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cocodiff.exchange.codec import StepInfo, StepNotes
 from cocodiff.models.adapter import Forward, form_of
 from cocodiff.models.checks import called_often, replace_forward, signature_of
 
-# diffusers fills its registry at the first question, and answers a second thread from what is there by then.
+# diffusers fills its registry at the first query. A second thread's query meanwhile would find it incomplete.
 REGISTRY = threading.Lock()
 # The lists of a model's blocks, in the order in which it calls them: those in which diffusers' own caches look.
 BLOCK_LISTS = (
@@ -44,49 +44,48 @@ BLOCK_LISTS = (
 
 @dataclass
 class Kept:
-    """Of a branch of guidance, what a computed call leaves. form: of its arguments; step: of the branch's last call,
-    computed or not. first_BLC: what the first block added to this rank's image tokens. rest: what the others added to
-    each tensor it returned, None where the last returns none. like: what those between returned, no values."""
+    """The results of a computed call that are kept for later calls of the same guidance branch."""
 
-    form: Any
-    step: int
-    first_BLC: Tensor = field(init=False)
+    form: Any  # the form of the call's arguments, see `form_of`
+    step: int  # step of the branch's last call, computed or cached
+    first_BLC: Tensor = field(init=False)  # the change that the first block made to this rank's image tokens
+    # the change by the other blocks to each tensor that the last one returns; None where it returns None
     rest: Sequence[Tensor | None] = ()
+    # outputs of the blocks between first and last, by number, as meta tensors
     like: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Call:
-    """A call of the model. key: of what is kept for it. ranks: that share its sequence. own: what it leaves. cached:
-    what stands for the other blocks; None where they are computed. output: what the first block returned."""
+    """A call of the model in progress."""
 
-    key: Any
-    ranks: SequenceRanks
-    own: Kept
-    cached: Kept | None = None
-    output: Any = None
+    key: Any  # key of this call's branch in the cache
+    ranks: SequenceRanks  # the ranks that share its sequence
+    own: Kept  # the results that it will leave
+    cached: Kept | None = None  # the results that replace the other blocks; None if they are computed
+    output: Any = None  # output of the first block
 
 
 @dataclass
 class CachedStep:
-    """Of one step: the calls of the model, and those of them that were cached."""
+    """The counts of one step."""
 
-    calls: int = 0
-    cached: int = 0
+    calls: int = 0  # calls of the model
+    cached: int = 0  # those that were cached
 
     @classmethod
     def merged(cls, parts: Sequence[CachedStep]) -> dict[str, Any]:
-        """Over ranks: "cached_fraction" of the calls."""
+        """Return the fraction of all ranks' calls that were cached, as {"cached_fraction": fraction}."""
         return {"cached_fraction": sum(part.cached for part in parts) / sum(part.calls for part in parts)}
 
 
 class FirstBlockCache:
-    """The cache of one model. It lives as long as the engine; what it keeps, as long as a run."""
+    """The cache of one model. It lives as long as the engine; its contents last for one run."""
 
     def __init__(self, model: nn.Module, settings: Any) -> None:
-        """settings: step_cache_threshold, see `Config`: the mean change of what the first block adds to a token's
-        channel, as a fraction of what it added before, up to which the other blocks are not computed. Raises UserError
-        for a model of which it is not known where its blocks are."""
+        """Read `step_cache_threshold` of the settings: the mean absolute change of what the first block adds, relative
+        to what it added before, up to which the other blocks are skipped. Raise UserError if the model's blocks are not
+        found."""
         self._threshold, self._name = settings.step_cache_threshold, type(model).__name__
         self._blocks = [block for name, block in called_often(model)[1:] if name.partition(".")[0] in BLOCK_LISTS]
         if len(self._blocks) < 2:
@@ -98,7 +97,7 @@ class FirstBlockCache:
         self._report: defaultdict[int, CachedStep] = defaultdict(CachedStep)
 
     def attach(self) -> Callable[[], None]:
-        """Puts it around the blocks; the returned function takes it off, and gives memory back."""
+        """Put the cache around the blocks. Return a function that takes it off and frees its contents."""
         undo, (first, *between, last) = ExitStack(), self._blocks
         undo.callback(self._forget)
         undo.callback(replace_forward(first, self._compute_first))
@@ -108,7 +107,15 @@ class FirstBlockCache:
         return undo.close
 
     def begin_call(self, moment: StepInfo, branch: int, ranks: SequenceRanks, arguments: Mapping[str, Any]) -> None:
-        """ranks: that share the call's sequence. A branch that they did not compute in the step before begins anew."""
+        """Prepare for a call of the model. A new run empties the cache; branches without a call in the last step are
+        dropped.
+
+        Args:
+            moment: run and step of the call
+            branch: guidance branch of the call
+            ranks: the ranks that share the call's sequence
+            arguments: the call's
+        """
         if moment.run != self._run:
             self._forget()
         self._run, step = moment.run, moment.step
@@ -116,17 +123,19 @@ class FirstBlockCache:
         self._call = Call((ranks, branch), ranks, Kept(form_of(dict(arguments)), step))
 
     def bytes_held(self) -> int:
-        """By what it keeps on this rank."""
+        """Return the bytes that the cache keeps on this rank."""
         return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
 
-    def report(self) -> dict[int, StepNotes]:
-        """Notes of every step so far, as a codec's."""
-        return {**self._report}
+    def report(self) -> Mapping[int, StepNotes]:
+        """Return the counts of every step so far, by step."""
+        return self._report
 
     def forget_report(self) -> None:
+        """Delete the counts of all steps."""
         self._report.clear()
 
     def _forget(self) -> None:
+        """Empty the cache."""
         self._kept, self._call, self._run = {}, None, -1
 
     def _refusal(self, why: str) -> UserError:
@@ -135,6 +144,7 @@ class FirstBlockCache:
     # The blocks -------------------------------------------------------------------------------------------------------
 
     def _compute_first(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run the first block, count the call, and decide if the other blocks are skipped."""
         output, call = forward(*args, **kwargs), self._call
         if call is None:
             return output
@@ -149,8 +159,9 @@ class FirstBlockCache:
         return output
 
     def _compute_between(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run a block between the first and the last, or return tensors without values in its place."""
         call = self._call
-        if call is not None and call.cached is not None:  # the last block looks at none of it
+        if call is not None and call.cached is not None:  # the last block does not read it
             nothing = call.cached.first_BLC.new_zeros(())
             return tree_map_only(Tensor, lambda x: nothing.expand(x.shape), call.cached.like[number])
         output = forward(*args, **kwargs)
@@ -159,6 +170,7 @@ class FirstBlockCache:
         return output
 
     def _compute_last(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run the last block and keep the call's results, or return the first block's output plus the kept change."""
         call, self._call = self._call, None
         if call is not None and call.cached is not None:
             rests = call.cached.rest
@@ -166,11 +178,13 @@ class FirstBlockCache:
             found = [None if rest is None else x + rest for x, rest in zip(begun, rests, strict=True)]
             return found[0] if len(found) == 1 else tuple(found)
         output = forward(*args, **kwargs)
-        if call is not None and call.output is not None:  # a model may leave blocks out by itself
+        if call is not None and call.output is not None:  # a model may skip its first block
             self._keep(call, [output] if isinstance(output, Tensor) else output)
         return output
 
     def _keep(self, call: Call, ended: Sequence[Tensor | None]) -> None:
+        """Keep the changes since the first block's output. Raise UserError if the last block's tensors do not match its
+        own."""
         begun = beginnings(call.output, len(ended))
         rest = [
             None if y is None or x.shape != y.shape else (y - x).detach() for x, y in zip(begun, ended, strict=False)
@@ -180,7 +194,7 @@ class FirstBlockCache:
         call.own.rest, self._kept[call.key] = rest, call.own
 
     def _image_of(self, output: Any) -> Tensor:
-        """Of what the first block returns, the tokens that are denoised: these alone decide, as with diffusers."""
+        """Return the tokens that are denoised, from the first block's output. They alone decide, as in diffusers."""
         if isinstance(output, Tensor):
             return output
         if self._image is None:
@@ -190,7 +204,7 @@ class FirstBlockCache:
         return found
 
     def _changed(self, now_BLC: Tensor, before_BLC: Tensor, ranks: SequenceRanks) -> bool:
-        """Whether the change is too large, over all tokens of all ranks; one that is no number is."""
+        """Return True if the change over all ranks' tokens is too large, or not a number."""
         sums = torch.stack([sum_of_sizes(now_BLC - before_BLC), sum_of_sizes(before_BLC)])[None]
         if ranks.size > 1:
             ranks.transport.arrive("the step cache's decision")
@@ -200,19 +214,20 @@ class FirstBlockCache:
 
 
 def sum_of_sizes(x: Tensor) -> Tensor:
+    """Return the sum of absolute values, in float64."""
     return torch.linalg.vector_norm(x, 1, dtype=torch.float64)
 
 
 def beginnings(output: Any, count: int) -> Sequence[Tensor]:
-    """Of each of `count` tensors that the last block returns, what the first block's `output` has in its place: the
-    same stream, or all of them in one where the model joins them in between (FLUX.2)."""
+    """Return, for each of `count` tensors that the last block returns, its counterpart in the first block's `output`. A
+    counterpart is the same stream, or both streams in one tensor where the model joins them in between (FLUX.2)."""
     if isinstance(output, Tensor):
         return [output]
     return [torch.cat(list(output), dim=1)] if count == 1 else list(output)
 
 
 def place_of_image(block: nn.Module) -> int | None:
-    """Which tensor that a block returns holds the image's tokens; None where diffusers has no record of its class."""
+    """Return the index of the image's tokens among a block's outputs. None if diffusers has no record of its class."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
     try:

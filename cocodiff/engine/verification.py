@@ -1,9 +1,9 @@
-"""Whether a transformer gives on several ranks what it gives in one process: every exact setting that it allows,
-compiled blocks and the step cache are run on ranks that are threads of this process, and compared.
+"""The test that a transformer gives the same result on several ranks as in one process.
 
-A setting may round differently, since attention sums in another order. How much that is for this model is measured: one
-process with the keys of every attention in the opposite order. An error far beyond that is none of rounding. A step
-cache is compared with itself on one rank, where all that it can leave out is left out.
+Every exact setting that the model allows, compiled blocks and the step cache are run on ranks that are threads of this
+process. A setting may round differently, since attention sums in another order. That rounding is measured for the
+model: one process runs with the keys of every attention in reverse order. A far larger error is not rounding. A step
+cache is compared with itself on one rank, with a threshold at which it skips all that it can.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from cocodiff.models import experts_of
 from cocodiff.models.adapter import tensors_in
 from cocodiff.models.planned_attention import TorchFunctions
 
-CALLS = 4  # of a pipeline's transformer that are kept: two steps with two branches of guidance
-BEYOND_ROUNDING = 8.0  # times what another order of summation changes
-COMPILED, CACHED = "tapa, compiled", "tapa, cached"  # what the table calls them
-MOVED = 1 + 1 / 64  # times its first sample is the second one of a step cache's two steps
-Calls = Sequence[tuple[nn.Module, Sequence[Mapping[str, Any]]]]  # of each model
+CALLS = 4  # recorded calls of each of a pipeline's transformers: two steps with two guidance branches
+BEYOND_ROUNDING = 8.0  # allowed error, as a multiple of the change by another order of summation
+COMPILED, CACHED = "tapa, compiled", "tapa, cached"  # names of these settings in the table
+MOVED = 1 + 1 / 64  # the second of a step cache's two samples is the first one times this
+Calls = Sequence[tuple[nn.Module, Sequence[Mapping[str, Any]]]]  # each model with the arguments of its calls
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting. outcome: "exact", "wrong", "failed" or "refused"; reason: why, of the last two; of others what was
-    compiled or cached. error: the largest difference to one process; alike: whether all ranks have the same bits."""
+    """The result of one setting on a number of ranks."""
 
     ranks: int
-    setting: str
-    outcome: str
-    error: float | None = None
-    alike: bool | None = None
-    reason: str = ""
+    setting: str  # name of the setting in the table
+    outcome: str  # "exact", "wrong", "failed" or "refused"
+    error: float | None = None  # largest absolute difference from one process; None if it did not run
+    alike: bool | None = None  # True if all ranks have the same bits; None if it did not run
+    reason: str = ""  # the error of a failed or refused trial, else a summary of what was compiled or cached
 
 
 @dataclass(frozen=True)
 class Verification:
-    """allowed: the largest difference that rounding explains."""
+    """The results of all trials of one model. As text it is a table with a verdict."""
 
-    model: str
-    calls: int
-    allowed: float
+    model: str  # class name of the transformer
+    calls: int  # number of calls that were compared in each trial
+    allowed: float  # largest absolute difference that rounding explains
     trials: tuple[Trial, ...]
 
     @property
     def exit_code(self) -> int:
-        """0 where every setting that runs is exact, 1 where one is wrong or fails, 2 where none runs."""
+        """0 if every setting that runs is exact, 1 if one is wrong or fails, 2 if none runs."""
         outcomes = {trial.outcome for trial in self.trials}
         return 1 if outcomes & {"wrong", "failed"} else 0 if "exact" in outcomes else 2
 
     @property
     def ok(self) -> bool:
+        """True if every setting that runs is exact, and at least one runs."""
         return self.exit_code == 0
 
     def __str__(self) -> str:
@@ -91,12 +91,31 @@ def verify(
     plan: Any = None,
     compile: bool = False,
 ) -> Verification:
-    """Compares a diffusers pipeline's transformers, or a bare one, on several ranks with one process, on the CPU.
+    """Compare a pipeline's transformers, or a bare transformer, on several ranks with one process, on the CPU.
 
-    inputs: the arguments of a call of `target`. A pipeline makes two steps with them, unless they say otherwise, and
-    the calls of its transformers are repeated. plan: as of `parallelize`. compile: gives the graphs of compiled blocks,
-    which are tried on the first number of ranks, to the compiler, which takes a minute; else they run as they are.
-    Raises UserError for targets without a transformer, and for inputs that they cannot be called with."""
+    Parameters
+    ----------
+    target : diffusers pipeline or transformer
+    inputs : dict, optional
+        Arguments of a call of `target`. A pipeline makes two steps with them unless they say otherwise, and its
+            transformers' calls are recorded and repeated.
+    ranks : sequence of int
+        Numbers of ranks to try.
+    plan : dict, optional
+        As for `parallelize`.
+    compile : bool
+        Compile the blocks' graphs in the compiled trials, which takes a minute. Otherwise graphs are traced but not
+            compiled. These trials run on the first number of ranks only.
+
+    Returns
+    -------
+    Verification
+
+    Raises
+    ------
+    UserError
+        If the target has no transformer, is not on the CPU, or cannot be called with the inputs.
+    """
     models = experts_of(target)
     model = models[0]
     if any(x.device.type != "cpu" for one in models for x in one.parameters()):
@@ -118,14 +137,15 @@ def verify(
 
 
 def exact_settings() -> dict[str, Config]:
-    """The presets that are exact, and a ring and chunks, by what the table calls them."""
+    """Return the exact presets, a ring of 2 and 2 chunks, by their names in the table."""
     presets = {name: Config.preset(name) for name in preset_names()}
     exact = {name: config for name, config in presets.items() if config.exact}
     return exact | {"tapa, ring 2": exact["tapa"].with_(ring=2), "split, chunks 2": exact["split"].with_(chunks=2)}
 
 
 def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, Any]) -> Calls:
-    """The first calls of each of a pipeline's transformers, by the names of their arguments."""
+    """Run a pipeline, and return the arguments of the first CALLS calls of each transformer, by name. Raise UserError
+    if the pipeline fails with these arguments or does not call all its transformers."""
     signature = inspect.signature(models[0].forward)
     calls: list[list[dict[str, Any]]] = [[] for _ in models]
     known = inspect.signature(pipe.__call__).parameters
@@ -156,15 +176,17 @@ def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, 
 
 @dataclass(frozen=True)
 class Case:
-    """What all settings are tried on. plain: what one process gives. compile: see `verify`."""
+    """The calls that all settings are tried on."""
 
     calls: Calls
     plan: Any
-    plain: Sequence[Tensor]
-    allowed: float
-    compile: bool
+    plain: Sequence[Tensor]  # the outputs of one process
+    allowed: float  # largest absolute difference that rounding explains
+    compile: bool  # see `verify`
 
     def trial(self, ranks: int, setting: str, config: Config) -> Trial:
+        """Run the calls with a setting on a number of ranks, and compare them with one process."""
+
         def work(transport: Transport) -> tuple[list[Tensor], str]:
             found, accounts = list[Tensor](), list[str]()
             for model, calls in self.calls:
@@ -172,7 +194,7 @@ class Case:
                 engine = parallelize(own, config=config, transport=transport, plan=self.plan)
                 if engine.compiler is not None and not self.compile:
                     engine.compiler.backend = "eager"
-                if config.step_cache != "none":  # a call, and one that the engine takes for the next step
+                if config.step_cache != "none":  # two calls, of which the engine takes the second for the next step
                     first, second = (copy.deepcopy(dict(calls[0])) for _ in range(2))
                     engine.adapter.called_with(second)[0].mul_(MOVED)
                     calls = first, second
@@ -196,7 +218,7 @@ class Case:
 
 
 def _account(engine: Engine) -> str:
-    """In words, what was compiled or cached; empty where neither was wanted."""
+    """Return in words what was compiled or cached, or "" if the settings ask for neither."""
     if engine.compiler is not None:
         return engine.compiled or "nothing was compiled"
     if engine.config.step_cache == "none":
@@ -205,16 +227,17 @@ def _account(engine: Engine) -> str:
 
 
 def twin(model: nn.Module) -> Any:
-    """A model with modules of its own, to be changed at will, and the weights of another one."""
+    """Return a copy of a model with new modules and the same weight tensors."""
     return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
 def _outputs(calls: Calls) -> list[Tensor]:
+    """Return all tensors that the models return for their calls."""
     return [x for model, of_model in calls for call in of_model for x in tensors_in(model(**copy.deepcopy(call)))]
 
 
 def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """The largest; infinite where they have not the same shapes."""
+    """Return the largest absolute difference. Infinite if shapes differ or a value is not a number."""
     if [x.shape for x in one] != [x.shape for x in other]:
         return float("inf")
     found = max(float((x.double() - y.double()).abs().max()) for x, y in zip(one, other, strict=True))
@@ -222,7 +245,7 @@ def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def in_opposite_order(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-    """Torch's attention with its keys from the last to the first: the same but for rounding."""
+    """Return torch's attention computed with the keys in reverse order: equal but for rounding."""
     if call.get("is_causal"):
         return scaled_dot_product_attention(query, key, value, **call)
     mask = call.get("attn_mask")

@@ -1,9 +1,10 @@
-"""Weights that ranks share: each tile of a card (or of a node) keeps a part of a block's, and has them whole while the
-block computes. What is missing comes over the tiles' own links while the block before computes.
+"""Weights that ranks share: each tile of a card (or node) keeps a part of a block's weights. They are whole on a tile
+only while the block computes; the other parts arrive over the tiles' own links while the block before computes.
 
-Of a block the bytes of all parameters lie one behind the other and are cut into as many parts as there are ranks. Two
-buffers of the largest block take turns: in one a block computes, into the other the next one's parts arrive. Both stay
-where they are for as long as the engine is entered, and every rank posts the same messages in the same order.
+The bytes of all parameters of a block are laid out one after the other and cut into as many parts as there are ranks.
+Two buffers, each the size of the largest block, take turns: a block computes in one while the next one's parts arrive
+in the other. Both stay allocated as long as the engine is entered, and every rank posts the same messages in the same
+order.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from cocodiff.engine.guidance.parts import WITHOUT_VALUES, functions_named
 from cocodiff.models.checks import called_often, replace_forward
 from cocodiff.topology.axes import Axes
 
-AT = "the exchange of shared weights"  # the name of every call that the ranks make for them
-ALIGNED = 64  # bytes: where each parameter begins, as kernels like it
-GIVING_BACK_S = 10.0  # how long a rank that leaves with an error waits for another one's part of a block
-PAUSE_S = 0.05  # between two looks at a wait that an error ends
+AT = "the exchange of shared weights"  # the name of all calls that ranks make for shared weights
+ALIGNED = 64  # bytes to a multiple of which each parameter's start is aligned
+GIVING_BACK_S = 10.0  # seconds that a rank which leaves with an error waits for another rank's part of a block
+PAUSE_S = 0.05  # seconds between two attempts of a wait that an error ends
 SET_DATA = vars(Tensor.__base__)["data"].__set__
 OF_PARAMETERS = WITHOUT_VALUES | functions_named("requires_grad_", "_has_compatible_shallow_copy_type")
-Place = tuple[int, int, torch.device]  # of ranks that share a block: how many, which is this one, where it computes
+Place = tuple[int, int, torch.device]  # number of ranks that share a block, index of this one, its device
 
 
 class AbsentParameter(nn.Parameter):
-    """A parameter of which this rank keeps a part. It tells its shape, dtype and device; whatever else is done with it,
-    or with what it holds, calls its `fetch` first, which makes it a plain one again or raises UserError."""
+    """A parameter of which this rank keeps only a part. Its shape, dtype and device can be read at once. Any other use
+    of it, or of a tensor that shares its memory, first calls `fetch`. That makes it an ordinary parameter with values
+    again, or raises UserError."""
 
-    fetch: Callable[[], None]
+    fetch: Callable[[], None]  # makes its block whole again
 
     @classmethod
     def __torch_function__(
@@ -53,7 +55,7 @@ class AbsentParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func in OF_PARAMETERS or (func == SET_DATA and args[0] is args[1]):
                 return func(*args, **kwargs)
-            if func is Tensor.to:  # to where it is, as it is
+            if func is Tensor.to:  # to its own device and dtype
                 same = args[0].new_empty(0)
                 if func(same, *args[1:], **kwargs) is same:
                     return args[0]
@@ -64,23 +66,24 @@ class AbsentParameter(nn.Parameter):
 
 
 class SplitBlock:
-    """A block's parameters, of which this rank keeps a part."""
+    """A block whose parameters are split: this rank keeps a part of their bytes."""
 
     own: Tensor  # the bytes of this rank's part, once the block was split
-    part: int  # the number of them, the same on every rank
-    whole: bool  # True while all parameters are here
+    part: int  # the number of these bytes, the same on every rank
+    whole: bool  # True while all parameters have their values
 
     def __init__(
         self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[..., None]
     ) -> None:
-        """Leave the parameters whole. fetch: makes this block whole again."""
+        """Take the parameters over, and leave them whole. fetch: makes this block whole again."""
         self.name, self.module, self.parameters, self.whole = name, module, parameters, True
         self._place, self._fetch, self._facts = place, fetch, ""
         self._kinds = [type(parameter) for parameter in parameters]
 
     @property
     def facts(self) -> str:
-        """Forms and bits of the parameters, see `facts_of`; of absent ones those that they had."""
+        """The forms and digests of the parameters, see `facts_of`. Absent parameters have those of their values when
+        split."""
         return facts_of(("", parameter) for parameter in self.parameters) if self.whole else self._facts
 
     def check(self) -> None:
@@ -91,8 +94,7 @@ class SplitBlock:
                 raise UserError(f"weights of {self.name}: a {kind} cannot be split: choose weights whole")
 
     def split(self) -> None:
-        """Keep this rank's part of the parameters as they are now. They lose their memory: until `fill` the block
-        cannot compute."""
+        """Copy this rank's part of the parameters, and free their memory. The block cannot compute until `fill`."""
         ranks, index, device = self._place
         self._facts = self.facts
         self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
@@ -105,25 +107,25 @@ class SplitBlock:
         first = index * self.part
         for (start, size, *_), parameter in zip(self._cells, self.parameters, strict=True):
             begin, end = max(start, first), min(start + size, first + self.part)
-            if begin < end:  # of a file that is mapped no more is read
+            if begin < end:  # no other bytes of a memory-mapped file are read
                 of_parameter = parameter.data.view(-1).view(torch.uint8)
                 self.own[begin - first : end - first].copy_(of_parameter[begin - start : end - start])
         self._nothing = [self.own.new_empty(1, dtype=dtype).expand(shape) for *_, dtype, shape in self._cells]
         self.clear()
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parameters as they lie in a buffer of bytes."""
+        """Return views of a buffer of bytes, one for each parameter."""
         return [buffer[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in self._cells]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Give the parameters these values, and the class that they had."""
+        """Give the parameters these tensors as values, and their original classes."""
         for parameter, kind, tensor in zip(self.parameters, self._kinds, tensors, strict=True):
             parameter.__class__ = kind
             vars(parameter).pop("fetch", None)
             parameter.data = tensor
 
     def clear(self) -> None:
-        """Make the parameters absent ones."""
+        """Make the parameters absent: without values, fetched at their next use."""
         self.fill(self._nothing)
         self.whole = False
         for parameter in self.parameters:
@@ -132,8 +134,7 @@ class SplitBlock:
 
 
 class SplitWeights:
-    """A model's blocks, some of them split among the ranks of this one's card or node, in the order in which the model
-    calls them."""
+    """The weights of a model's blocks, some of them split among the ranks of this rank's card or node."""
 
     def __init__(
         self,
@@ -144,20 +145,26 @@ class SplitWeights:
         layers: int | None,
         for_good: bool = False,
     ) -> None:
-        """among: "card" or "node". layers: blocks that are split, evenly spread; None for all. for_good: they stay so
-        when an engine is left. All ranks call it."""
-        self._name, self._lost = type(model).__name__, ""  # lost: why parameters did not come back, in words
+        """Split the blocks. All ranks call it.
+
+        Args:
+            among: "card" or "node"
+            layers: number of blocks that are split, evenly spread; None for all
+            for_good: keep them split when an engine is left
+        """
+        self._name, self._lost = type(model).__name__, ""  # lost: in words, why parameters were not made whole again
         self._ranks = sharing(topology, among, transport.rank)
         self._sharing = Part(transport, self._ranks)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
         self._group: Group = transport.group(self._ranks)
-        # After an error messages may be under way in the first one that nobody sends or receives.
+        # After an error the first group may have messages that no rank sends or receives any more.
         self._last_group = None if for_good else transport.group(self._ranks)
         self._index = self._ranks.index(transport.rank)
-        self._under_way: dict[int, tuple[int, LaneFuture[None]]] = {}  # to each buffer: which block, and its arrival
+        # By buffer: the block whose weights are arriving there, and the future of their arrival.
+        self._under_way: dict[int, tuple[int, LaneFuture[None]]] = {}
         blocks, seen = called_often(model)[1:], set[int]()
         place = len(self._ranks), self._index, transport.device
-        self.compared: list[SplitBlock] = []  # also where this rank shares them with nobody
+        self.compared: list[SplitBlock] = []  # also filled if this rank shares them with no other
         for name, module in [blocks[number] for number in split_blocks(len(blocks), layers)]:
             own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
             seen |= set(map(id, own))
@@ -165,9 +172,9 @@ class SplitWeights:
         self._blocks = self.compared if len(self._ranks) > 1 else []
         self._split()
 
-    @torch.inference_mode(False)  # what is made here serves calls in that mode and out of it
+    @torch.inference_mode(False)  # these tensors serve calls in that mode and outside of it
     def _split(self) -> None:
-        """Split the blocks that are whole: all, or those that somebody has read or changed. All ranks call it."""
+        """Split the blocks that are whole: all at first, later those that were read or changed. All ranks call it."""
         self._under_way.clear()
         for block in self._blocks:
             block.check()
@@ -179,7 +186,8 @@ class SplitWeights:
         self._all_are_split = True
 
     def attach(self, trace: Trace) -> Callable[[], object]:
-        """Have every block's weights there while it computes. Return what takes that off; the weights stay split."""
+        """Have each block's weights fetched when it computes. Return a function that undoes this; weights stay
+        split."""
         self._trace = trace
         undo = ExitStack()
         for number, block in enumerate(self._blocks):
@@ -187,10 +195,10 @@ class SplitWeights:
         return undo.close
 
     def end(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        """Make weights that are not split for good whole again. All ranks call it, also those that leave with an error.
-        Should a rank not send its part, a note of the error says so, as does every later use of the parameters.
-        """
-        for _, arriving in self._under_way.values() if error is None else ():  # after an error it may never come
+        """Make the weights whole again, unless they are split for good. All ranks call it, also those that leave with
+        an error. If a rank does not send its part, a note is added to the error, and every later use of the parameters
+        raises UserError."""
+        for _, arriving in self._under_way.values() if error is None else ():  # after an error they may never arrive
             arriving.wait()
         self._under_way.clear()
         if self._last_group is None:
@@ -206,8 +214,8 @@ class SplitWeights:
                 raise
 
     def _fetch(self, block: SplitBlock) -> None:
-        """Make a block whole until the model's next call, since somebody reads or changes it. All ranks call it. Raises
-        UserError where they do so for different blocks, and where a part was lost."""
+        """Make a block whole until the model's next call, because a parameter was read or changed. All ranks call it.
+        Raise UserError if ranks do so for different blocks, or if a part was lost."""
         if self._lost:
             raise UserError(self._lost)
         check_agreement({"use of the shared weights": block.name}, self._sharing, AT)
@@ -215,7 +223,7 @@ class SplitWeights:
         self._all_are_split = False
 
     def _make_whole(self, block: SplitBlock, group: Group, lane: str) -> None:
-        """Give a block's parameters memory of their own, where some ranks have not done so."""
+        """Gather a block's parts from all ranks into new memory, and give it to the parameters if they are absent."""
         with torch.inference_mode(False):
             buffer = block.own.new_empty(len(self._ranks) * block.part)
             tensors = block.tensors_in(buffer)
@@ -225,8 +233,8 @@ class SplitWeights:
             block.whole = True
 
     def _wait(self, group: Group, wait: Callable[[], None]) -> None:
-        """Wait for what is sent in a group. In the last one a rank that has failed sends its part all the same, for
-        which it has GIVING_BACK_S."""
+        """Wait for the messages in a group. In the last group a rank that has failed still sends its part, so an error
+        ends the wait only after GIVING_BACK_S."""
         deadline = inf if group is self._last_group else 0.0
         while True:
             try:
@@ -238,6 +246,7 @@ class SplitWeights:
                 time.sleep(PAUSE_S)
 
     def _compute(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a block with its weights, while the next one's arrive."""
         if not self._all_are_split:
             self._split()
         buffer = self._here(number)
@@ -249,8 +258,8 @@ class SplitWeights:
             self._blocks[number].clear()
 
     def _here(self, number: int) -> int:
-        """Wait for a block's weights, and return the buffer that has them. Where a model leaves blocks out, another one
-        than expected comes: what is under way for that one stays, as long as its buffer is not needed."""
+        """Wait for a block's weights, and return the number of the buffer that holds them. If the model skips blocks,
+        the expected block's weights keep arriving as long as their buffer is not needed."""
         buffer = next((buffer for buffer, (block, _) in self._under_way.items() if block == number), None)
         if buffer is None:
             buffer = 1 - next(iter(self._under_way), 1)
@@ -260,20 +269,20 @@ class SplitWeights:
         return buffer
 
     def _start(self, number: int, buffer: int) -> None:
-        """Have a block's weights brought to a buffer, unless they are on their way there."""
-        other, arriving = self._under_way.get(buffer, (None, None))
-        if other == number:
+        """Begin to gather a block's weights in a buffer, unless they are arriving there already.
+
+        The lane keeps the order: weights of another block that are arriving there are complete first.
+        """
+        if self._under_way.get(buffer, (None,))[0] == number:
             return
-        if arriving is not None:
-            arriving.wait()
         block = self._blocks[number]
         whole = self._buffers[buffer][: len(self._ranks) * block.part]
         arriving = self._transport.lane("weights").submit(partial(self._gather, self._group), block.own, whole)
         self._under_way[buffer] = number, arriving
 
     def _gather(self, group: Group, own: Tensor, whole: Tensor) -> None:
-        """Bring every rank's part to every rank."""
-        CALL.set(AT)  # ranks that end with an error have come to different calls
+        """Gather all ranks' parts in `whole`. It runs in a lane."""
+        CALL.set(AT)  # since ranks that end with an error are in different calls
         parts = whole.view(len(self._ranks), len(own))
         parts[self._index].copy_(own)
         others = [number for number in range(len(self._ranks)) if number != self._index]
@@ -291,8 +300,14 @@ _FOR_GOOD: WeakKeyDictionary[nn.Module, SplitWeights] = WeakKeyDictionary()
 def split_for_good(
     models: Sequence[nn.Module], topology: Topology, transport: Transport, split: tuple[str, int | None], parts: int
 ) -> None:
-    """Splits models' weights before they are on the device, of which no rank needs room for all then. They stay so for
-    every engine on these ranks. parts: see `part_of`."""
+    """Split models' weights before they are moved to the device, so that no rank needs memory for all of them.
+
+    They stay split for every engine on these ranks. All ranks call it.
+
+    Args:
+        split: "card" or "node", and the number of blocks that are split (None: all)
+        parts: see `part_of`
+    """
     for model in models:
         _FOR_GOOD[model] = SplitWeights(model, *part_of(topology, transport, parts), *split, for_good=True)
 
@@ -300,13 +315,15 @@ def split_for_good(
 def split_weights(
     model: nn.Module, topology: Topology, transport: Transport, split: tuple[str, int | None], parts: int
 ) -> SplitWeights:
-    """A model's weights, which are split now unless they are so for good. All ranks call it. parts: see `part_of`."""
+    """Split a model's weights for an engine, unless they are split for good. All ranks call it. split, parts: as for
+    `split_for_good`."""
     return _FOR_GOOD.get(model) or SplitWeights(model, *part_of(topology, transport, parts), *split)
 
 
 def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topology, Transport]:
-    """The ranks among which this one shares blocks, where so many parts of the ranks compute a guidance branch each:
-    those of its part. Ranks of the others call the model at other times, and not as often."""
+    """Return topology and transport of the ranks among which this one may share blocks. If `parts` parts of the ranks
+    compute a guidance branch each, that is this rank's part: the others call the model at other times, and not as
+    often."""
     if parts == 1:
         return topology, transport
     ranks = Axes.build(topology, guidance=parts).branch(transport.rank)
@@ -314,14 +331,15 @@ def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topol
 
 
 def split_blocks(count: int, layers: int | None) -> list[int]:
-    """Which of so many blocks have split weights: evenly spread, so that each has some others' time to arrive in, and
-    the first one, which a step cache computes alone, only where all have."""
+    """Return the indices of `layers` blocks out of `count` to split (None: all). They are evenly spread, so that each
+    one's weights have the time of some others to arrive in. The first block is left out unless all are split, since a
+    step cache computes it alone."""
     if layers is None or layers >= count:
         return list(range(count))
     return [1 + (2 * number + 1) * (count - 1) // (2 * layers) for number in range(layers)]
 
 
 def sharing(topology: Topology, among: str, rank: int) -> list[int]:
-    """The ranks that share this one's blocks: of its card, or its node."""
+    """Return the ranks of this rank's card or node, which share its blocks."""
     place = topology.places[rank]
     return [one.rank for one in topology.places if getattr(one, among) == getattr(place, among)]

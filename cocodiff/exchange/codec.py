@@ -1,8 +1,8 @@
-"""Codecs: what is sent in a tensor's place, and what the receiver makes of it.
+"""The base of codecs, which decide what is sent instead of a tensor and how the receiver restores the tensor.
 
-A `Codec` belongs to one rank's attention for as long as the engine lives; the engine calls its lifecycle. For every
-attention call it gives a `EncodedCall` (`outgoing.py`), whose two ends encode on the sender's lane and decode where the
-receiver waits, and the `Transfer` that sends it.
+A `Codec` belongs to one rank's attention for as long as the engine exists; the engine calls its lifecycle. For every
+attention call it makes an `EncodedCall` (`outgoing.py`) and the `Transfer` that sends it. An encoded call encodes on
+the sender's lane and decodes on the thread where the receiver waits.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from cocodiff.topology.layout import Layout
 
 
 class StepInfo(NamedTuple):
-    """Where denoising stands: which run of the model, which of its steps; `steps` is None where nobody has told. sigma:
-    the noise level, in the scheduler's units, or a bare transformer's timestep; None where there is neither."""
+    """The position of a call of the model in denoising."""
 
-    run: int
-    step: int
-    steps: int | None
+    run: int  # number of the run of the model (one per pipeline call)
+    step: int  # index of the step in the run
+    steps: int | None  # number of steps; None if unknown
+    # noise level in the scheduler's units, or a bare transformer's timestep; None if there is neither
     sigma: float | None = None
 
 
 class AllRanks(NamedTuple):
     """The ranks that share a sequence: those of one Ulysses group or, with a ring, of several."""
 
-    topology: Topology
-    ranks: Transport
+    topology: Topology  # their places
+    ranks: Transport  # their transport
 
 
 class StepNotes(Protocol):
-    """Notes of a codec about one step, over a rank's layers."""
+    """A record of what a codec did in one step, over one rank's layers."""
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
-        """The notes of several ranks as one row of a profile."""
+        """Return the records of several ranks as one row of a profile."""
 
 
 def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, Any]]:
-    """The profile over all ranks' reports (`Codec.report`, and the step cache's), one row a step: "step" and what each
-    kind of notes says."""
+    """Return the profile of a run, one row per step: "step", and the columns of each kind of record.
+
+    Args:
+        reports: every rank's records by step (`Codec.report`, and the step cache's).
+    """
     rows: list[dict[str, Any]] = []
     for step in sorted({step for report in reports for step in report}):
         kinds = by_key((type(report[step]), report[step]) for report in reports if step in report)
@@ -58,14 +61,15 @@ def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, An
 
 
 class Codec:
-    """Decides what all calls of a run send. This one sends every tensor whole and keeps nothing between calls."""
+    """The choice of what all attention calls of a run send. This base class sends every tensor as it is and keeps
+    nothing between calls."""
 
-    # Whether memory is held between calls, so that a run is checked for room before it starts, and a mesh has no ring
-    # where heads allow it: a ring's messages are not coded.
+    # True if memory is held between calls. Then a run is checked for memory before it starts. A mesh then has no ring
+    # if there are enough heads, because a ring's messages are not coded.
     keeps_state = False
-    layer_state: type[Any] = object  # what is kept of a layer
-    transfer: type[Transfer] = Transfer  # of coded calls
-    moment = StepInfo(-1, 0, None)  # of the model's current call
+    layer_state: type[Any] = object  # class of the state that is kept for a layer
+    transfer: type[Transfer] = Transfer  # class that sends coded calls
+    moment = StepInfo(-1, 0, None)  # position of the model's current call
 
     def __init__(
         self,
@@ -74,26 +78,39 @@ class Codec:
         ranks: Any = None,
         everyone: AllRanks | None = None,
     ) -> None:
-        """The codec of one rank of a Ulysses group. settings: the engine's. exchange: of the group; None for one rank.
-        ranks: the group's transport. everyone: these and, with a ring, those of the other groups."""
+        """Create the codec of one rank of a Ulysses group.
+
+        Args:
+            settings: the engine's.
+            exchange: of the group; None for one rank.
+            ranks: the group's transport.
+            everyone: the group's ranks and, with a ring, those of the other groups.
+        """
         self.settings, self._exchange, self.ranks = settings, exchange, ranks
         self._layers: dict[Any, Any] = {}
         self._report: dict[int, Any] = {}
-        self._first: dict[str, None] = {}  # layers of this run, in the order in which they were called
+        self._first: dict[str, None] = {}  # a set: the layers of this run that are coded
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> EncodedCall:
-        """The codec of one attention call. layer_key: which layer and guidance branch."""
+        """Return the encoded call for one attention call.
+
+        Args:
+            layer_key: the layer and guidance branch.
+        """
         return EncodedCall(layout)
 
     def open(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
-        """The messages of one attention call: of tensors whole, where its layer is one too many."""
+        """Return the transfer of one attention call. Its tensors are sent as they are if its layer is not coded."""
         if self.codes(layer_key.layer):
             return self.transfer(exchange, self.call(exchange, layout, layer_key), layer_key.kind)
         self.note_whole()
         return Transfer(exchange, EncodedCall(layout), layer_key.kind)
 
     def codes(self, layer: str) -> bool:
-        """Whether a layer is one of those that are coded: alike on all ranks, whose models call them in one order."""
+        """Return True if a layer is one of the first `state_layers` layers, which are coded.
+
+        The result is the same on every rank, because all models call their layers in the same order.
+        """
         if not self.keeps_state or self.settings.state_layers is None:
             return True
         if len(self._first) < self.settings.state_layers:
@@ -101,34 +118,39 @@ class Codec:
         return layer in self._first
 
     def note_whole(self) -> None:
-        """Notes a call whose tensors travel whole as its layer is one too many."""
+        """Record a call whose tensors are sent as they are because its layer is not coded."""
 
     def state_of(self, layer_key: Any) -> Any:
+        """Return the state of a layer and branch, which is created at its first call."""
         return self._layers.setdefault(layer_key, self.layer_state())
 
     def begin_step(self, moment: StepInfo) -> None:
-        """The model is called: for another run, another step, or another guidance branch of the same step."""
-        if moment.run != self.moment.run:  # a new image: nothing of the last one may be seen
+        """Begin a call of the model: of another run, another step, or another guidance branch of the same step."""
+        if moment.run != self.moment.run:  # a new image must not depend on the last one
             self.end()
         self.moment = moment
 
     def forget(self, layer_key: Any) -> None:
-        """The layer's next call is made elsewhere: what is kept for it is given back."""
+        """Free the state of a layer whose next call is made by other ranks."""
         self._layers.pop(layer_key, None)
 
     def end(self, drain: bool = True) -> None:
-        """The engine is left: memory is given back. drain: when nothing is under way; not after a failure."""
+        """Free all memory, when the engine is left or a new run begins.
+
+        Args:
+            drain: True to receive messages in flight first; False after a failure.
+        """
         self._layers.clear()
         self._first.clear()
 
     def bytes_held(self) -> int:
-        """Bytes that are held between calls now, at most: also where messages are in flight between calls."""
+        """Return the largest number of bytes held between calls now, including messages in flight."""
         return sum(state.bytes_held() for state in self._layers.values())
 
-    def report(self) -> dict[int, StepNotes]:
-        """Notes of every step so far, to be merged over ranks."""
-        return {**self._report}
+    def report(self) -> Mapping[int, StepNotes]:
+        """Return the records of every step so far, to be merged over ranks."""
+        return self._report
 
     def forget_report(self) -> None:
-        """Starts the report afresh."""
+        """Empty the report."""
         self._report.clear()

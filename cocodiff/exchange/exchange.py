@@ -1,8 +1,7 @@
 """The exchange of one rank: from sequence-parallel to head-parallel layout and back, along any plan.
 
 `Exchange` owns what all attention calls share: plans, lanes and groups. Each call sends by a `Transfer` over it
-(`transfer.py`). Nothing here knows who owns what: a block travels through intermediate ranks unchanged, so results have
-the same bits whatever the route.
+(`transfer.py`). Blocks pass through intermediate ranks unchanged, so the route does not affect the bits of results.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """One rank's end of an exchange among the ranks of a topology."""
+    """The part of one rank in an exchange among the ranks of a topology."""
 
     def __init__(
         self,
@@ -42,18 +41,25 @@ class Exchange:
         chunking: Chunking | None = None,
         together: bool | None = None,
     ) -> None:
-        """name: in the table `EXCHANGES`, or "auto", which goes by `table` for each size. nic_balance: of split,
-        between nodes. kernels: what packs and unpacks; by default whatever suits the device, noted in the trace.
-        chunking: in how many stages tensors can travel besides. together: see `Transport.group`; not in stages,
-        to whose messages ranks come in orders of their own."""
+        """Make plans, groups and lanes. All ranks of `transport` have to do so together.
+
+        Args:
+            name: a name in the table `EXCHANGES`, or "auto" to choose by `table` for each size.
+            table: the exchange by size, for "auto".
+            nic_balance: True to spread split's messages between nodes over the NICs.
+            kernels: packs and unpacks; by default the choice for the device, recorded in the trace.
+            chunking: the stages in which tensors may also be sent; None for none.
+            together: see `Transport.group`. It is off with stages, because ranks post their messages in different
+                orders.
+        """
         self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
         self.kernels = kernels or Kernels(note=trace.note_kernel)
         self.port = Port(self.rank, topology, self.kernels, trace)
         known = EXCHANGES if name == "auto" else (name,)
         self.plans: dict[str, Plan] = {one: plan_of(topology, self.rank, one, nic_balance) for one in known}
         self._name = next(iter(self.plans))
-        # TAPA's phases have a lane each: V-Major's scoring by card stands between them, and v can be in its second
-        # phase while q and k are in their first. All others are one job on the plane lane.
+        # TAPA's phases have a lane each: V-Major scores by card between them, and v can be in its second phase while q
+        # and k are in their first. Other exchanges are one job on the plane lane.
         self._in_phases = name == "tapa"
         self.lanes: dict[str, Lane] = {}
         self._in_order = InOrder()
@@ -76,13 +82,13 @@ class Exchange:
             self.staged = StagedExchange(self.port, self.plans, self.name_of, self.groups, transport, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
-        """The plan that blocks of this size take: the one there is, or the table's choice."""
+        """Return the name of the plan for blocks of this size: the only one, or the table's choice."""
         if self._table is None:
             return self._name
         return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))
 
     def submit(self, outgoing: Outgoing) -> LaneFuture[Target]:
-        """Sends tensors on their way: encoded, packed, sent and put in place by the lanes."""
+        """Start sending tensors: lanes encode, pack and send them, and put received blocks in place."""
         if not self._in_phases:
             return self._on_lane("plane", self._all_phases, outgoing)
         before = outgoing.blocks
@@ -92,11 +98,14 @@ class Exchange:
         return self._on_lane(last.lane, partial(self.last_phase, last, before), outgoing)
 
     def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LaneFuture[T]:
+        """Submit a job to a lane. It raises the error of an earlier job that failed, see `InOrder`."""
         return self.lanes[name].submit(partial(self._in_order.run, job), outgoing)
 
     def _all_phases(self, outgoing: Outgoing) -> Target:
-        """All phases on one lane, together, of the plan for this size. Those of TAPA come one by one: none can overtake
-        another, and a phase packs all its messages in one launch."""
+        """Run all phases of the plan for this size on one lane. Return the filled target.
+
+        TAPA's phases run one after the other, because each packs all its messages in one launch. Others run together.
+        """
         blocks = outgoing.blocks()
         name = self.name_of(blocks)
         plan = self._routes[name][outgoing.way]
@@ -111,28 +120,35 @@ class Exchange:
             return target
 
     def phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> BlockSet:
-        """One phase on its own lane. before: waits for the blocks that it begins with. Returns those it ends with."""
+        """Run one phase on its own lane. Return the blocks that the rank then holds.
+
+        Args:
+            before: waits for the blocks that the phase begins with, and returns them.
+        """
         blocks = before()
         self._run_phase(phase, outgoing, blocks)
         return blocks
 
     def last_phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> Target:
-        """As `phase`; the blocks that are here then are put in place."""
+        """Run a phase like `phase`, put the blocks in place, and return the filled target."""
         return outgoing.placed(self.phase(phase, before, outgoing))
 
     def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
+        """Run one phase if this rank takes part in it."""
         if self._takes_part(phase):
             apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
             with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
                 run_phase(self.port, phase, blocks, self.groups[phase.lane])
 
     def _takes_part(self, phase: Phase) -> bool:
-        """Return True if this rank has messages in a phase, or a part in a call that all ranks of the group make."""
+        """Return True if this rank has messages in a phase, or the group makes one call in which all its ranks take
+        part."""
         group = self.groups[phase.lane]
         return bool(phase.sends or phase.receives or (group.at_once and len(group.ranks) > 1))
 
     def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], blocks: BlockSet) -> int:
-        """Counts what this rank sends in some phases of tensors that have a purpose of their own; how much it is."""
+        """Count the bytes that this rank sends in some phases for the tensors' purpose. Return their sum; 0 if there is
+        no purpose."""
         if outgoing.purpose is None:
             return 0
         sent = [(peer, blocks.bytes(message)) for phase in phases for peer, message in phase.sends.items()]

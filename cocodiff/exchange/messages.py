@@ -1,12 +1,12 @@
 """The messages of a plan, and the blocks in them: sized, packed, sent, received, passed on and put in place.
 
-The only module that sizes what travels. A payload, what a codec sends in the place of a tensor, is [B, rows, heads, W]
-of any dtype, so all sizes follow from one payload block and the layout of the call.
+This is the only module that computes sizes of messages. A payload, which a codec sends instead of a tensor, is [B,
+rows, heads, W] of any dtype. So all sizes follow from one payload block and the layout of the call.
 
-`run_phase` runs one phase and returns when its messages are here: TAPA, phase by phase. `run_pipelined` runs all phases
-together: all receives are posted first, then the sends in the plan's order; a message with blocks from another rank
-waits for those alone. So what is passed on arrives behind what goes straight, and slow links are never idle for a fast
-one.
+`run_phase` runs one phase and returns when its messages have arrived: TAPA, phase by phase. `run_pipelined` runs all
+phases together. All receives are posted first, then the sends in the plan's order. A message with blocks from another
+rank waits for those blocks only. So blocks that are passed on arrive behind those that go straight, and slow links
+never idle while a fast one is used.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block, Phase, Plan
 
 T = TypeVar("T")
-Groups = Mapping[str, Group]  # of every link group ("sibling", "plane") that a phase names
-Sent = tuple[Sequence[int], Pending]  # the ranks that a transfer goes to, and the transfer
+Groups = Mapping[str, Group]  # by the link group ("sibling", "plane") that a phase names
+Sent = tuple[Sequence[int], Pending]  # the ranks that messages go to, and the messages
 Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
-Blocks = Mapping[Block, Sequence[Payload]]  # of every block the payloads that travel together, [B, rows, heads, W] each
+Blocks = Mapping[Block, Sequence[Payload]]  # payloads of each block that are sent together, [B, rows, heads, W]
 
 
 class BlockSet:
-    """The blocks that a rank holds during an exchange, and their sizes in messages. blocks: one payload for each tensor
-    that travels together. layout: rows and heads of every rank in this exchange. whole: the layout of the tensors
-    themselves, before they were coded, and their bytes of a token and head, of all together."""
+    """The blocks that a rank holds during an exchange, and their sizes in messages."""
 
     def __init__(self, blocks: Blocks, layout: Layout, whole: tuple[Layout, int]) -> None:
+        """Hold some blocks.
+
+        Args:
+            blocks: for each block, one payload for each tensor that is sent together.
+            layout: rows and heads of every rank in the payloads.
+            whole: the layout of the tensors before encoding, and the bytes of one of their tokens and heads, all
+                tensors together.
+        """
         self.blocks, self.layout, self.whole = dict(blocks), layout, whole
         some = next(iter(blocks.values()))
         self.like, self.widths = some[0], [one.shape[-1] for one in some]
@@ -45,58 +51,67 @@ class BlockSet:
         self._itemsize = self.like.new_empty(0).element_size()
 
     def contained_tensors(self) -> list[Payload]:
+        """Return all payloads."""
         return [payload for payloads in self.blocks.values() for payload in payloads]
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of one token of one head, of all tensors together."""
+        """The bytes of one token and head of the payloads, all tensors together."""
         return self._batch * self._width * self._itemsize
 
     def numel(self, message: Sequence[Block]) -> int:
+        """Return the number of elements of a message."""
         rows, heads = self.layout.rows, self.layout.heads
         return sum([rows[block.rows] * heads[block.heads] for block in message]) * self._batch * self._width
 
     def bytes(self, message: Sequence[Block]) -> int:
+        """Return the bytes of a message."""
         return self.numel(message) * self._itemsize
 
     def whole_bytes(self, message: Sequence[Block]) -> int:
-        """Bytes of a message if tensors travelled as they are."""
+        """Return the bytes that a message would have without encoding."""
         layout, cell = self.whole
         return cell * sum([layout.rows[block.rows] * layout.heads[block.heads] for block in message])
 
     def buffer(self, message: Sequence[Block]) -> Tensor:
-        """Memory for one message, flat."""
+        """Allocate a flat buffer for one message."""
         return self.like.new_empty(self.numel(message))
 
     def buffers(self, messages: Iterable[Sequence[Block]]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Memory for messages that come or go together, flat: all of it, and the part of each."""
+        """Allocate one flat buffer for several messages. Return it, and the part of each message."""
         sizes = [self.numel(message) for message in messages]
         whole = self.like.new_empty(sum(sizes))
         return whole, whole.split_with_sizes(sizes)
 
     def views(self, message: Sequence[Block], buffer: Tensor) -> dict[Block, list[Payload]]:
-        """The blocks of a message as they lie in a flat buffer."""
+        """Return the blocks of a message as views of its flat buffer."""
         B, rows, heads = self._batch, self.layout.rows, self.layout.heads
         parts = iter(views(buffer, [(B, rows[b.rows], heads[b.heads], W) for b in message for W in self.widths]))
         return {block: [next(parts) for _ in self.widths] for block in message}
 
 
 def whole_cell(tensors_BLHD: Iterable[Tensor]) -> int:
-    """Bytes of one token of one head of tensors as they are, of all together."""
+    """Return the bytes of one token and head of tensors as they are, all tensors together."""
     return sum([len(x) * x.shape[-1] * x.element_size() for x in tensors_BLHD])
 
 
 class Target:
-    """Tensors that an exchange fills. places: of every block that belongs here, where it goes in each of `tensors`."""
+    """The tensors that an exchange fills."""
 
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[Block, Sequence[Tensor]], kernels: Kernels) -> None:
+        """Describe where blocks belong.
+
+        Args:
+            places: for every block that belongs here, its place in each of `tensors`.
+        """
         self.tensors, self._places, self._kernels = tensors, places, kernels
 
     def contained_tensors(self) -> Sequence[Tensor]:
+        """Return the tensors."""
         return self.tensors
 
     def place(self, blocks: Blocks) -> None:
-        """Copies those blocks that belong here to their places, in one launch."""
+        """Copy those blocks that belong here to their places, in one launch."""
         here = [block for block in blocks if block in self._places]
         if here:
             parts = [part for block in here for part in blocks[block]]
@@ -104,8 +119,12 @@ class Target:
 
 
 def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> Sequence[Tensor]:
-    """The blocks of a tensor, cut by rows or by heads. in_turn: those that were encoded each by itself lie block by
-    block in its memory, whatever the tensor's strides say."""
+    """Return the blocks of a tensor, cut along `dim` into these sizes.
+
+    Args:
+        in_turn: True if blocks were encoded separately. They then lie one after the other in memory, regardless of the
+            tensor's strides.
+    """
     if not in_turn:
         return x_BTHW.split_with_sizes(sizes, dim)
     B, T, H, W = x_BTHW.shape
@@ -113,19 +132,23 @@ def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> 
 
 
 class Port:
-    """Where one rank packs its messages and counts what it sends."""
+    """The packing and byte counting of one rank's messages."""
 
     def __init__(self, rank: int, topology: Topology, kernels: Kernels, trace: Trace) -> None:
         self.rank, self.topology, self.kernels, self.trace = rank, topology, kernels, trace
 
     def count(self, peer: int, sent_bytes: int, whole_bytes: int = 0) -> None:
-        """Adds bytes to the trace, by the class of the link to a peer. whole_bytes: of what they stand for."""
+        """Count bytes in the trace by the class of the link to a peer.
+
+        Args:
+            whole_bytes: the bytes that the message would have without encoding.
+        """
         link = self.topology.link_class(self.rank, peer)
         self.trace.count(link, sent_bytes)
         self.trace.count(link, whole_bytes, purpose="whole")
 
     def pack(self, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:
-        """Copies all messages to their buffers in one launch."""
+        """Copy all messages to their buffers in one launch."""
         pieces = [piece for message in messages for piece in message]
         if any(isinstance(piece, Rows) for piece in pieces):
             self.kernels.gather_pack(messages, buffers)
@@ -134,19 +157,23 @@ class Port:
 
 
 class InOrder:
-    """The jobs of one rank's lanes whose messages others match in the order in which they are posted. None runs after
-    one that failed: what that one left unsent or unreceived would be matched with the next one's, and a library may end
-    the process where the sizes differ. The rank that was lost is named by whoever waits."""
+    """The runner of one rank's jobs whose messages peers match in the order in which they are posted.
+
+    After a job failed, no other job runs. Otherwise the next job's messages would be matched with those that the failed
+    job left out, and a library may end the process where sizes differ. The lost rank is named where the result is
+    waited for.
+    """
 
     def __init__(self) -> None:
         self._failed: Exception | None = None
 
     def run(self, job: Callable[..., T], *given: Any) -> T:
+        """Run a job, or raise the error of an earlier one that failed."""
         if self._failed is not None:
             raise self._failed
         try:
             return job(*given)
-        except UserError:  # which all ranks have alike
+        except UserError:  # every rank has the same one
             raise
         except Exception as error:
             self._failed = error
@@ -154,7 +181,7 @@ class InOrder:
 
 
 def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
-    """Sends and receives all messages of a phase at once; adds the blocks that came to those held."""
+    """Send and receive all messages of a phase at once, wait for them, and add the received blocks to `held`."""
     received, receives = held.buffers(phase.receives.values())
     _, sends = held.buffers(phase.sends.values())
     port.pack([[part for b in message for part in held.blocks[b]] for message in phase.sends.values()], sends)
@@ -169,7 +196,7 @@ def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
 
 
 def run_pipelined(port: Port, plan: Plan, held: BlockSet, groups: Groups, target: Target) -> None:
-    """Sends and receives all messages of a plan. The blocks that are here are put in place while others travel."""
+    """Send and receive all messages of a plan. Blocks that are already here are put in place meanwhile."""
     flight = InFlight(port, held)
     flight.post_receives(plan, groups)
     sending = flight.send(plan, groups)
@@ -180,7 +207,7 @@ def run_pipelined(port: Port, plan: Plan, held: BlockSet, groups: Groups, target
 
 
 class PendingReceive:
-    """A message on its way here."""
+    """A message that is to be received."""
 
     def __init__(self, message: tuple[Block, ...], buffer: Tensor) -> None:
         self.message, self.buffer = message, buffer
@@ -188,7 +215,7 @@ class PendingReceive:
         self._opened = False
 
     def open(self, held: BlockSet) -> None:
-        """Waits, and adds the message's blocks to those held; a second call does nothing."""
+        """Wait for the message and add its blocks to those held. A second call does nothing."""
         if not self._opened:
             assert self.pending is not None, "a message is sent on before it was asked for"
             self.pending.wait()
@@ -197,7 +224,7 @@ class PendingReceive:
 
 
 class InFlight:
-    """The messages of one plan under way."""
+    """The messages of one plan while they are sent and received."""
 
     def __init__(self, port: Port, held: BlockSet) -> None:
         self._port, self._held = port, BlockSet(held.blocks, held.layout, held.whole)
@@ -205,11 +232,12 @@ class InFlight:
         self._bringing: dict[Block, PendingReceive] = {}
 
     def contained_tensors(self) -> list[Tensor]:
-        """What comes. What is sent is the `BlockSet`'s that this was made of."""
+        """Return the receive buffers. The blocks to send belong to the `BlockSet` that this was made from."""
         return [receive.buffer for receives in self._phases for receive in receives.values()]
 
     def post_receives(self, plan: Plan, groups: Groups) -> None:
-        """Allocates all messages of the plan; where the backend can, posts each by itself, to be waited for."""
+        """Allocate buffers for all messages of the plan. If the backend can receive ahead, post each receive
+        separately."""
         for phase in plan:
             receives = {p: PendingReceive(message, self._held.buffer(message)) for p, message in phase.receives.items()}
             self._phases.append(receives)
@@ -219,9 +247,14 @@ class InFlight:
                 receive.pending = group.send_recv([], [(receive.buffer, group.ranks.index(peer))])
 
     def send(self, plan: Plan, groups: Groups, first: int = 0) -> list[Sent]:
-        """Sends every message as soon as it can be packed. Where receives cannot be posted ahead: one launch and one
-        call for the whole phase, for backends that match the two lists of a call. first: the number of this plan's
-        first phase among those that were given to `post_receives`."""
+        """Send every message as soon as it can be packed.
+
+        If receives cannot be posted ahead, each phase is one launch and one call. Such backends match both lists of a
+        call.
+
+        Args:
+            first: index of this plan's first phase among those given to `post_receives`.
+        """
         sending: list[Sent] = []
         for phase, receives in zip(plan, self._phases[first:], strict=False):
             group = groups[phase.lane]
@@ -241,7 +274,7 @@ class InFlight:
         return sending
 
     def land(self, target: Target) -> None:
-        """Waits for every message and puts its blocks in place, those of a call together; then its memory is free."""
+        """Wait for every message, put its blocks in place (those of one call together), and free its memory."""
         for receives in self._phases:
             for _, came in groupby(receives.values(), key=lambda receive: id(receive.pending)):
                 blocks: list[Block] = []
@@ -252,7 +285,7 @@ class InFlight:
         self._phases, self._bringing, self._held.blocks = [], {}, {}
 
     def _packed(self, messages: Mapping[int, Sequence[Block]]) -> list[Tensor]:
-        """Each message as one flat tensor. Those that do not lie in memory so already are packed in one launch."""
+        """Return each message as one flat tensor. Those that are not contiguous already are packed in one launch."""
         found, pieces, buffers = [], [], []
         for peer, message in messages.items():
             for block in message:
@@ -272,12 +305,14 @@ class InFlight:
 
 
 def _receives_ahead(groups: Groups) -> bool:
+    """Return True if receives may be posted ahead in all groups."""
     return all(group.receives_ahead for group in groups.values())
 
 
 def as_one(pieces: Sequence[Payload]) -> Tensor | None:
-    """Pieces that lie one behind the other in memory, as most that are passed on do, as one flat tensor; else None."""
-    parts = [piece for piece in pieces if isinstance(piece, Tensor) and piece.numel()]  # an empty one has no place
+    """Return pieces as one flat tensor if they lie one after the other in memory, else None. Most pieces that are
+    passed on do."""
+    parts = [piece for piece in pieces if isinstance(piece, Tensor) and piece.numel()]  # an empty one has no address
     if not parts or any(isinstance(piece, Rows) for piece in pieces):
         return None
     whole, end = parts[0], parts[0].data_ptr()

@@ -1,7 +1,8 @@
-"""Tensors that an exchange sends: to the ranks of their heads, or attention's output to the ranks of its rows.
+"""The tensors that an exchange sends: q, k and v to the ranks of their heads, or attention's output to the ranks of its
+rows.
 
-Either is encoded (`EncodedCall`) and cut into blocks by the lane that sends it first, and tells where blocks go that
-are here. A tensor on its way is a `TensorFuture` for whoever waits for it.
+The lane that sends tensors first encodes them (`EncodedCall`) and cuts them into blocks. A tensor that is being
+received is a `TensorFuture`.
 """
 
 from __future__ import annotations
@@ -20,71 +21,88 @@ OUTPUT = "o"  # the name of attention's output among the tensors of a call
 
 
 class Encoded(NamedTuple):
-    """Some tensors as they travel: payloads [B, L, H, W] of one dtype, or of each its blocks [B, rows, heads, W], where
-    every block was encoded by itself; and the layout that has every rank's rows L."""
+    """The encoded form of tensors."""
 
+    # one for each tensor, all of one dtype: [B, L, H, W], or a list of separately encoded blocks [B, rows, heads, W]
     payloads: Sequence[Payload | list[Tensor]]
-    layout: Layout
+    layout: Layout  # the number of every rank's rows L in the payloads
 
 
 class EncodedCall:
-    """One attention call's tensors as they travel: what is sent in their place, and what the receiver makes of it. This
-    one sends tensors as they are. Subclasses change what they need; routes, chunks and sizes follow from what `encode`
-    returns."""
+    """The encoding of one attention call's tensors. This base class sends tensors as they are.
+
+    Subclasses override what they change. Routes, chunks and sizes follow from what `encode` returns.
+    """
 
     def __init__(self, layout: Layout) -> None:
-        """layout: of the tensors themselves."""
+        """Begin without encoding. `layout` is that of the tensors themselves."""
         self.layout = layout
 
     def begin(self, like_BLHD: Tensor) -> None:
-        """Called once, on the thread that attends, before the first tensor is sent. like_BLHD: that tensor."""
+        """Prepare the call, once, on the thread that attends, before the first tensor is sent.
+
+        Args:
+            like_BLHD: the first tensor to be sent.
+        """
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
-        """Bytes that one token of one head of a tensor like this takes on the wire, over the batch."""
+        """Return the bytes that one token and head of a tensor like this takes in messages, over the batch."""
         return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
 
     def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
-        """The payloads in tensors' place: of q, k and v [B, L, H, D] with this rank's rows, or of OUTPUT [B, T, G, D]
-        with some `rows` of the sequence. ranks: to which blocks go. Runs on a lane, where it may wait for what it
-        depends on."""
+        """Return the payloads to send instead of tensors. This runs on a lane, where it may wait for what it depends
+        on.
+
+        Args:
+            tensors: q, k or v, [B, L, H, D] with this rank's rows; or OUTPUT, [B, T, G, D] with some `rows` of the
+                sequence.
+            rows: the rows that are given, of this rank's or of the sequence.
+            ranks: the ranks that blocks are sent to.
+        """
         return Encoded(list(tensors.values()), self.layout)
 
     def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
-        """The tensors, of payloads of which `rows` have just arrived, blocks of `ranks`: all rows of q, k and v for
-        this rank's heads, [B, S, G, D], or all heads of this rank's rows of OUTPUT, [B, L, H, D]. Runs on the thread
-        that attends."""
+        """Return the tensors for received payloads. This runs on the thread that attends.
+
+        Of q, k and v the results are all rows for this rank's heads, [B, S, G, D]. Of OUTPUT they are all heads of this
+        rank's rows, [B, L, H, D].
+
+        Args:
+            rows: the rows of the payloads that have arrived since the last call.
+            ranks: the ranks whose blocks these are.
+        """
         return list(received.values())
 
-    # Where calls do not wait for all that they send, see `attention/arrival.py` ---------------------------------------
+    # For displaced calls, see `attention/arrival.py` ------------------------------------------------------------------
 
-    share = 1.0  # of a whole tensor's bytes that each takes on the wire
-    measures = False  # whether encoding notes by how much tensors change
-    noted: Any = None  # where encoding notes how it went
-    continues = False  # whether `operand` goes on from the last values of a tensor, rather than being the last one
+    share = 1.0  # bytes of an encoded tensor as a fraction of the tensor's
+    measures = False  # True if encoding measures by how much tensors change
+    noted: Any = None  # the notes that encoding writes; None if it writes none
+    continues = False  # True if `operand` extrapolates from the last values of a tensor
 
     def displace(self, names: frozenset[str]) -> None:
-        """Told once the call has begun: these tensors are not waited for."""
+        """Tell the call, after `begin`, that it will not wait for these tensors."""
 
     def operand(self, name: str, last: Tensor) -> Tensor:
-        """The operand for a displaced tensor, of which the last call left `last`."""
+        """Return the operand for a displaced tensor, given the value `last` of the last call."""
         return last
 
 
 class CallEnd(NamedTuple):
-    """One rank's end of an attention call. layer: the kind of layer, for the trace."""
+    """The part of one rank in an attention call."""
 
-    rank: int
-    kernels: Kernels
-    coded: EncodedCall
-    layer: str
+    rank: int  # this rank
+    kernels: Kernels  # packs and unpacks
+    coded: EncodedCall  # encodes and decodes
+    layer: str  # kind of layer, for the trace
 
 
 class Outgoing:
-    """Tensors that travel together: q, k and v [B, L, H, D] "forward" from the ranks of their rows to the ranks of
-    their heads, or rows of attention's output, OUTPUT [B, T, G, D], "back" to the ranks of these rows.
+    """The tensors that are sent together, "forward" or "back".
 
-    label: of their spans in the trace. layout: of what travels, once it was encoded. purpose: the one that their bytes
-    are counted for besides attention, if any."""
+    Forward, q, k or v [B, L, H, D] go from the ranks of their rows to the ranks of their heads. Back, rows of
+    attention's output, OUTPUT [B, T, G, D], go to the ranks of these rows.
+    """
 
     def __init__(
         self,
@@ -93,16 +111,21 @@ class Outgoing:
         ranks: Sequence[int] | None = None,
         purpose: str | None = None,
     ) -> None:
-        """ranks: whose rows of OUTPUT these are, consecutive in the sequence; None for all."""
+        """Prepare tensors for sending; they are encoded later.
+
+        Args:
+            ranks: the ranks whose rows of OUTPUT these are, consecutive in the sequence; None for all.
+            purpose: the purpose that the bytes are also counted for in the trace; None for attention only.
+        """
         self.end, self.coded, self.layer, self.purpose = end, end.coded, end.layer, purpose
         self.names, self._tensors = tuple(tensors), tensors
-        self.label = " ".join(filter(None, (purpose, "".join(tensors))))
-        self.layout: Layout = end.coded.layout
+        self.label = " ".join(filter(None, (purpose, "".join(tensors))))  # name of spans in the trace
+        self.layout: Layout = end.coded.layout  # of the payloads, once tensors were encoded
         self._whole = self.layout, whole_cell(tensors.values())
         self._encoded: Encoded | None = None
-        self._in_turn = False  # whether blocks lie one after the other, each encoded by itself
+        self._in_turn = False  # True if blocks are encoded separately and lie one after the other
         self.way = "back" if OUTPUT in tensors else "forward"
-        # To which blocks go, and the rows that are here: of this rank's, or of the sequence.
+        # The ranks that blocks are sent to, and the rows that are given: of this rank's, or of the sequence.
         self._ranks: Sequence[int] = range(len(self.layout.heads))
         self._rows = slice(0, self.layout.rows[end.rank])
         if self.way == "back":
@@ -110,28 +133,29 @@ class Outgoing:
             self._rows = self.layout.rows_of(self._ranks)
 
     def contained_tensors(self) -> Sequence[object]:
-        """The tensors that `blocks` is made of."""
+        """Return the tensors that `blocks` is made of."""
         return (*self._tensors.values(), *(() if self._encoded is None else self._encoded.payloads))
 
     def encode_now(self) -> None:
-        """On the thread that calls, so that only the code waits for the lane."""
+        """Encode on the calling thread. Then only the payloads have to wait for the lane."""
         self._encoded, self._tensors = self.encoded(), {}
 
     def blocks(self) -> BlockSet:
+        """Return the encoded tensors as blocks."""
         (payloads, self.layout), self._encoded = self._encoded or self.encoded(), None
         self._in_turn = isinstance(payloads[0], list)
         return BlockSet(self.cut(payloads), self.layout, self._whole)
 
     def encoded(self) -> Encoded:
-        """The payloads that travel in the tensors' place."""
+        """Return the payloads to send instead of the tensors."""
         return self.coded.encode(self._tensors, self._rows, self._ranks)
 
     def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
-        """The payloads as blocks."""
+        """Cut payloads into blocks."""
         return self._by_block(payloads, self.way == "back", self._ranks)
 
     def target(self, here: BlockSet) -> Target:
-        """Allocates the tensors that blocks like these fill."""
+        """Allocate the tensors that blocks like these fill."""
         forward, own, layout = self.way == "forward", self.end.rank, self.layout
         rows, heads = (sum(layout.rows), layout.heads[own]) if forward else (layout.rows[own], sum(layout.heads))
         received = [here.like.new_empty((len(here.like), rows, heads, width)) for width in here.widths]
@@ -141,7 +165,11 @@ class Outgoing:
     def _by_block(
         self, tensors: Sequence[Any], by_rows: bool, ranks: Sequence[int], in_turn: bool = False
     ) -> dict[Block, tuple[Any, ...]]:
-        """Tensors cut into this rank's blocks with other ranks: by the rows of these, or by their heads."""
+        """Cut tensors into this rank's blocks with other ranks, by the rows of these ranks or by their heads.
+
+        Args:
+            in_turn: see `blocks_of`.
+        """
         own, layout = self.end.rank, self.layout
         sizes, dim = ([layout.rows[rank] for rank in ranks], 1) if by_rows else (layout.heads, 2)
         parts = [x if isinstance(x, list) else blocks_of(x, sizes, dim, in_turn) for x in tensors]
@@ -149,24 +177,29 @@ class Outgoing:
         return dict(zip(blocks, zip(*parts, strict=True), strict=True))
 
     def placed(self, here: BlockSet) -> Target:
+        """Put the blocks that are here into new tensors, and return these."""
         target = self.target(here)
         target.place(here.blocks)
         return target
 
     def decode(self, received: Sequence[Tensor], chunk: Sequence[int] | None = None) -> list[Tensor]:
-        """The tensors, of what came in their place. chunk: the ranks whose rows have just arrived, None for all."""
+        """Return the tensors for received payloads.
+
+        Args:
+            chunk: the ranks whose rows have arrived since the last call; None for all.
+        """
         by_name = dict(zip(self.names, received, strict=True))
         rows = slice(0, received[0].shape[1]) if chunk is None else self.layout.rows_of(chunk)
         return self.coded.decode(by_name, rows, self.senders if chunk is None else chunk)
 
     @property
     def senders(self) -> Sequence[int]:
-        """The ranks that blocks come from, in their order."""
+        """The ranks that blocks come from, in the order of their blocks."""
         return self.layout.in_sequence if self.way == "forward" else range(len(self.layout.heads))
 
 
 class TensorFuture:
-    """One tensor on its way to this rank's heads. together: the names of those that it travels with."""
+    """A tensor that this rank will receive for its heads, all at once or in chunks."""
 
     def __init__(
         self,
@@ -175,18 +208,28 @@ class TensorFuture:
         chunks: int = 1,
         land: Callable[[int], object] | None = None,
     ) -> None:
-        """wait_for_chunk: see `chunk`. land: has a chunk put in place, once for all calls; None for a whole tensor."""
+        """Describe a tensor on its way.
+
+        Args:
+            together: the names of the tensors in the same messages.
+            wait_for_chunk: what `chunk` calls.
+            chunks: number of chunks.
+            land: starts putting a chunk in place, once for all calls; None for a tensor without chunks.
+        """
         self.together, self._wait_for_chunk, self._chunks, self._land = together, wait_for_chunk, chunks, land
 
     def wait(self) -> Tensor:
-        """All rows of this rank's heads, [B, S, G, D]."""
+        """Wait for all rows of this rank's heads and return them, [B, S, G, D]."""
         return [self.chunk(number) for number in range(self._chunks)][-1]
 
     def chunk(self, number: int) -> Tensor:
-        """The whole sequence, of which this chunk and those asked for before are here. Each once, ascending."""
+        """Wait for a chunk and return the whole sequence, in which this chunk and those asked for before are valid.
+
+        Ask for each chunk once, in ascending order.
+        """
         return self._wait_for_chunk(number)
 
     def expect(self, number: int) -> None:
-        """Has a chunk put in place as soon as it is here. Chunks land in the order in which they are expected."""
+        """Have a chunk put in place as soon as it arrives. Chunks are put in place in the order of these calls."""
         if self._land is not None:
             self._land(number)

@@ -1,9 +1,9 @@
-"""An exchange in stages, one for each chunk of tokens: what Torus attention computes on while the rest travels.
+"""An exchange in stages, one for each chunk of tokens: Torus attention computes on one chunk while the others are sent.
 
 Tensors are queued in the order in which they are sent, each stage by stage. Three lanes serve all tensors and all
-chunks: the plane lane posts and waits for nothing that comes, the sibling lane passes on what comes over fast links,
-and a third one what comes from another node before it is passed on, so that it keeps nothing else waiting. Chunks are
-put in place by a fourth, in the order in which attention will need them.
+chunks. The plane lane posts messages and waits for none. The sibling lane passes on what arrives over fast links. A
+third lane passes on what arrives from another node, so that nothing else waits for it. A fourth lane puts chunks in
+place, in the order in which attention will need them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
 
-Stage = Callable[[], LaneFuture[Tensor]]  # one of a tensor, posted: has it put in place
-PART_LANES = ("plane", "sibling", "late")  # of what leaves at once, what is passed on, what is passed on late
+Stage = Callable[[], LaneFuture[Tensor]]  # a posted stage of a tensor; calling it has the stage put in place
+# For messages that leave at once, that are passed on, and that are passed on from another node.
+PART_LANES = ("plane", "sibling", "late")
 
 
 class StagedExchange:
-    """One rank's end of an exchange in stages. What is passed on has groups of its own: no two lanes post in one."""
+    """The part of one rank in an exchange in stages. Messages that are passed on have groups of their own: no two lanes
+    share one."""
 
     def __init__(
         self,
@@ -38,7 +40,13 @@ class StagedExchange:
         transport: Transport,
         chunking: Chunking,
     ) -> None:
-        """plans: that are cut into stages. name_of: which of them blocks take. groups: for what leaves at once."""
+        """Cut the plans into stages, and make lanes and groups for what is passed on.
+
+        Args:
+            plans: the whole plans by name.
+            name_of: returns the name of the plan for a set of blocks.
+            groups: the groups for messages that leave at once.
+        """
         topology, stages = port.topology, Stages(port.topology, port.rank, chunking.chunks)
         self._port, self._from_mb, self.name_of = port, chunking.from_mb, name_of
         self.chunks, self.sequence, self.hearing = stages.chunks, sum(stages.chunks, ()), stages.hearing
@@ -47,7 +55,7 @@ class StagedExchange:
         self.plans = {way: {name: stages.of(plan, way) for name, plan in plans.items()} for way in ways}
         numbers = range(len(self.chunks))
         self._passed_on = {way: [_parts_in_use(plans, n) for n in numbers] for way, plans in self.plans.items()}
-        # Which parts there are is told by the machine and the plans' names, alike on all ranks.
+        # The machine and the plans' names determine which parts there are, so these are the same on every rank.
         relays = any(name != "flat" for name in plans)
         lanes = PART_LANES[: 1 + relays + (relays and self.several_nodes)]
         self._lanes = [transport.lane(name) for name in lanes]
@@ -57,12 +65,20 @@ class StagedExchange:
         self._sent: deque[Sent] = deque()
 
     def pays(self, layout: Layout, cell_bytes: int) -> bool:
-        """Whether a call goes in stages: the same on all ranks. cell_bytes: of a token and head of one tensor."""
+        """Return True if a call is large enough for stages. The result is the same on every rank.
+
+        Args:
+            cell_bytes: bytes of a token and head of one tensor.
+        """
         return megabytes_per_rank(layout, 3 * cell_bytes) >= self._from_mb
 
     def send(self, tensors: Sequence[Outgoing], all_sent: bool) -> dict[str, TensorFuture]:
-        """Starts sending some tensors, each on its own. all_sent: whether the last of them is the last one of the call:
-        its chunks come one by one over the links that they share."""
+        """Start sending some tensors, each in messages of its own. Return their futures by name.
+
+        Args:
+            all_sent: True if the last of them is the last one of the call. Its chunks are then sent one by one, because
+                they share links.
+        """
         sent = {}
         for outgoing in tensors:
             started, in_order = Started(self, outgoing), all_sent and outgoing is tensors[-1]
@@ -73,6 +89,7 @@ class StagedExchange:
         return sent
 
     def _arriving(self, outgoing: Outgoing, stages: Sequence[Stage]) -> TensorFuture:
+        """Return the future of a tensor."""
         landed = cache(lambda number: stages[number]())
 
         def wait_for_chunk(number: int) -> Tensor:
@@ -81,19 +98,23 @@ class StagedExchange:
         return TensorFuture(outgoing.label, wait_for_chunk, len(stages), landed)
 
     def post(self, started: Started, number: int, in_order: bool = False) -> Stage:
-        """Has a stage of a tensor posted and passed on; what is returned has its messages put in place as they come.
-        in_order: after the last one's messages have left this node."""
+        """Post a stage of a tensor and have its blocks passed on. Return the function that has received blocks put in
+        place.
+
+        Args:
+            in_order: True to send only after the messages of the stage before have left this node.
+        """
         posted = self._lanes[0].submit(partial(self._post, number, in_order), started)
         parts = self._passed_on[started.outgoing.way][number]
         passed_on = [self._lanes[part].submit(partial(self._pass_on, posted, number, part)) for part in parts]
         return partial(self._landing.submit, partial(self._land, number, posted, passed_on))
 
     def finish(self) -> None:
-        """Returns when all that was sent has left."""
+        """Block until everything has been sent."""
         self._landing.submit(self._wait_for_sends).wait()
 
     def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
-        """Posts all receives of a stage, and sends what leaves at once."""
+        """Post all receives of a stage, and send what leaves at once."""
         port, outgoing = self._port, started.outgoing
         with port.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
             parts = started.begin()[number]
@@ -110,7 +131,7 @@ class StagedExchange:
             return started, flight
 
     def _pass_on(self, posted: LaneFuture[tuple[Started, InFlight]], number: int, part: int) -> None:
-        """Sends what other ranks' messages of this stage bring."""
+        """Send the blocks of this stage that arrive in other ranks' messages."""
         started, flight = posted.wait()
         parts = started.begin()[number]
         self._sent.extend(flight.send(parts[part], self._groups[part], first=sum(map(len, parts[:part]))))
@@ -118,6 +139,7 @@ class StagedExchange:
     def _land(
         self, number: int, posted: LaneFuture[tuple[Started, InFlight]], passed_on: list[LaneFuture[None]]
     ) -> Tensor:
+        """Wait for a stage's messages and put their blocks in place. Return the tensor that is being filled."""
         for sent in passed_on:
             sent.wait()
         port, (started, flight) = self._port, posted.wait()
@@ -129,27 +151,33 @@ class StagedExchange:
         return started.target.tensors[0]
 
     def _wait_for_sends(self) -> None:
+        """Wait for all messages that were sent."""
         while self._sent:
             self._sent.popleft()[1].wait()
 
 
 class Started:
-    """A tensor that travels in stages: encoded and allocated by its first stage, on the posting lane."""
+    """A tensor that is sent in stages. Its first stage encodes it and allocates memory, on the posting lane."""
 
     blocks: BlockSet
     target: Target
 
     def __init__(self, staged: StagedExchange, outgoing: Outgoing, first: Started | None = None) -> None:
-        """first: what was started before and shares its target with this one."""
+        """Describe a tensor before its first stage.
+
+        Args:
+            first: an earlier one whose target this one shares; None for a target of its own.
+        """
         self.outgoing, self._staged, self._first = outgoing, staged, first
         self.leaving: list[Pending] = []  # the last stage's messages to other nodes
         self._parts: list[StageParts] = []
 
     def contained_tensors(self) -> tuple[Any, ...]:
+        """Return the blocks and the target, or what they will be made from."""
         return (self.blocks, self.target) if self._parts else (self.outgoing,)
 
     def begin(self) -> list[StageParts]:
-        """Every stage's plan, for the exchange that the tensor's size calls for."""
+        """Return every stage's plan, for the exchange that the tensor's size calls for. The first call encodes."""
         if not self._parts:
             self.blocks = self.outgoing.blocks()
             self.target = self.outgoing.target(self.blocks) if self._first is None else self._first.target
@@ -158,7 +186,7 @@ class Started:
 
 
 class OutputSender:
-    """Sends attention's output to the ranks of its rows, the last chunk first."""
+    """The sender of attention's output to the ranks of its rows, the last chunk first."""
 
     def __init__(self, staged: StagedExchange, end: CallEnd) -> None:
         self._staged, self._end = staged, end
@@ -166,14 +194,14 @@ class OutputSender:
         self._landed: list[LaneFuture[Tensor]] = []
 
     def push(self, number: int, out_BTGD: Tensor) -> None:
-        """Sends a finished chunk's rows [B, T, G, D]."""
+        """Send a finished chunk's rows, [B, T, G, D]."""
         staged = self._staged
         started = Started(staged, Outgoing(self._end, {OUTPUT: out_BTGD}, staged.chunks[number]), self._first)
         self._first = self._first or started
         self._landed.append(staged.post(started, number)())
 
     def wait(self) -> Tensor:
-        """All heads of this rank's rows, [B, L, H, D], when every chunk of every rank was pushed."""
+        """Wait until every rank's chunks have arrived. Return all heads of this rank's rows, [B, L, H, D]."""
         assert self._first is not None, "there is a chunk"
         out_BLHW = [landed.wait() for landed in self._landed][-1]
         self._staged.finish()
@@ -181,6 +209,6 @@ class OutputSender:
 
 
 def _parts_in_use(plans: Mapping[str, list[StageParts]], number: int) -> list[int]:
-    """Which of a stage's two later parts has messages, in any of the plans."""
+    """Return which of a stage's two later parts (1 and 2) have messages in any of the plans."""
     phases = {part: [phase for stages in plans.values() for phase in stages[number][part]] for part in (1, 2)}
     return [part for part, of_part in phases.items() if any(phase.sends or phase.receives for phase in of_part)]

@@ -20,43 +20,52 @@ from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Target
 from cocodiff.exchange.outgoing import OUTPUT, CallEnd, EncodedCall, Outgoing, TensorFuture
 
-TENSORS = 3  # of a call: q, k and v, in whichever order they are sent
+TENSORS = 3  # number of tensors of a call: q, k and v, in any order
 
 
 class Transfer:
-    """in_stages: whether tensors come chunk by chunk; known once something was sent, the same on all ranks."""
+    """The messages of one attention call on one rank."""
 
+    # True if tensors arrive chunk by chunk. Known once something was sent, and the same on every rank.
     in_stages = False
 
     def __init__(self, exchange: Exchange, coded: EncodedCall, layer: str = "") -> None:
-        """coded: what travels in tensors' place. layer: the kind of layer, for the trace."""
+        """Open the messages of a call.
+
+        Args:
+            coded: encodes and decodes the tensors.
+            layer: the kind of layer, for the trace.
+        """
         self.exchange, self.coded, self.layer, self.layout = exchange, coded, layer, coded.layout
         self.end = CallEnd(exchange.rank, exchange.kernels, coded, layer)
         self._sent = 0
 
     def send(self, **tensors_BLHD: Tensor) -> dict[str, TensorFuture]:
-        """Starts sending this rank's rows of some tensors, each [B, L, H, D], in one message to each peer."""
+        """Start sending this rank's rows of some tensors, each [B, L, H, D]. Return their futures by name.
+
+        Tensors of one call of `send` share one message to each peer.
+        """
         if not self._sent:
             self.open(tensors_BLHD)
         self._sent += len(tensors_BLHD)
-        if len({len(x) for x in tensors_BLHD.values()}) > 1:  # queries in groups that share keys have a larger batch
+        if len({len(x) for x in tensors_BLHD.values()}) > 1:  # queries in groups that share keys: a larger batch
             return self.post({"q": tensors_BLHD.pop("q")}) | self.post(tensors_BLHD)
         return self.post(tensors_BLHD)
 
     @property
     def all_sent(self) -> bool:
-        """Whether q, k and v were all given to `send`."""
+        """True once q, k and v were all given to `send`."""
         return self._sent == TENSORS
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        """Decides once for the call, by the first tensors that are sent."""
+        """Begin the encoded call and decide on stages, by the first tensors that are sent."""
         like_BLHD = next(iter(tensors_BLHD.values()))
         self.coded.begin(like_BLHD)
         staged = self.exchange.staged
         self.in_stages = staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        """As `send`, with the codec's `encode` as the lane's first work."""
+        """Start sending tensors like `send`; the lane encodes them first."""
         staged = self.exchange.staged
         if staged is None or not self.in_stages:
             outgoing = Outgoing(self.end, tensors_BLHD)
@@ -65,7 +74,7 @@ class Transfer:
         return staged.send(one_by_one, self.all_sent)
 
     def wait(self, sent: Mapping[str, TensorFuture]) -> dict[str, Tensor]:
-        """By name all rows of this rank's heads of what was sent, [B, S, G, D] each."""
+        """Wait for tensors and return them by name: all rows of this rank's heads, [B, S, G, D] each."""
         here: dict[str, Tensor] = {}
         for together, tensors in groupby(sent.items(), key=lambda item: item[1].together):
             with self.exchange.trace.span(f"wait for {together}", layer=self.layer):
@@ -73,8 +82,11 @@ class Transfer:
         return here
 
     def back(self, out_BSGD: Tensor) -> Tensor:
-        """Sends all rows of this rank's heads of attention's output; returns what the model goes on with in the place
-        of all heads of its own rows, [B, L, H, D]. Not where it goes in stages."""
+        """Send attention's output for all rows of this rank's heads, [B, S, G, D].
+
+        Return the output for all heads of this rank's own rows, [B, L, H, D], or what the model continues with instead.
+        Calls in stages use `staged.OutputSender`.
+        """
         outgoing = Outgoing(self.end, {OUTPUT: out_BSGD})
         pending = self.exchange.submit(outgoing)
         with self.exchange.trace.span(f"wait for {outgoing.label}", layer=self.layer):
@@ -82,10 +94,11 @@ class Transfer:
 
 
 def arriving_whole(outgoing: Outgoing, pending: LaneFuture[Target]) -> dict[str, TensorFuture]:
-    """By name tensors that travel together, each whole; they are decoded once, together."""
+    """Return futures, by name, of tensors that are sent together and not in chunks. They are decoded once, together."""
     decoded = cache(lambda: dict(zip(outgoing.names, outgoing.decode(pending.wait().tensors), strict=True)))
 
     def arriving(name: str) -> TensorFuture:
+        """Return the future of one tensor."""
         return TensorFuture("".join(outgoing.names), lambda _chunk: decoded()[name])
 
     return {name: arriving(name) for name in outgoing.names}

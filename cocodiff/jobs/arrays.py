@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class Restored:
     """A restored volume, [Z, Y, X] or [Y, X] as it was given.
 
     mean                the restoration, in the volume's dtype, outside the mask its very voxels
-    spread              standard deviation of the samples, float32, in the volume's units; None for a single one
+    spread              standard deviation of the samples, float32, in the volume's units, which is no error, as
+                        samples are too much alike; None for a single one
     low_90, high_90     ends of the intervals that hold 90 % of the truth, by hidden regions of this volume, or of each
                         slice of fewer than 16; None of one sample, and where nothing could be hidden
     samples             each restoration by itself
@@ -57,6 +59,13 @@ class Restored:
     verdict: str | None
     metrics: dict[str, Any]
 
+    @property
+    def uncertainty(self) -> np.ndarray | None:
+        """Half the width of the 90 % intervals, in the volume's units, of floats; None where there are none."""
+        if self.low_90 is None or self.high_90 is None:
+            return None
+        return self.high_90 * 0.5 - self.low_90 * 0.5
+
 
 def restore(
     volume: Any,
@@ -65,7 +74,7 @@ def restore(
     *,
     axes: Sequence[str] | None = None,
     model: str = "embedded",
-    steps: int = 20,
+    steps: int | str = "auto",
     ranks: int = 1,
     preset: str = "tapa",
     progress: bool = True,
@@ -76,9 +85,9 @@ def restore(
     volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do, which is read
     chunk by chunk, or what NumPy makes an array of, as lists and torch's tensors. mask: of the same shape, or [Y, X]
     for every slice. samples: restorations whose mean is taken. axes: of "z", "y" and "x", along which slices are
-    restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; of the embedded model 20
-    are as good as the command's 50 (docs/inpainting.md). ranks: of this host, each of which restores slices of its own
-    as far as there are enough. progress: shows a bar. options: further ones of `cocodiff inpaint`, as seed=1.
+    restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; "auto" takes the model's
+    own. ranks: of this host, each of which restores slices of its own as far as there are enough. progress: shows a
+    bar. options: further ones of `cocodiff inpaint`, as seed=1.
 
     Raises UserError for what cannot be restored, in a line; PeerLost where a rank is killed, fails, is stopped or falls
     silent; RuntimeError where a job fails otherwise. Nothing is left in any case, a KeyboardInterrupt included; where
@@ -98,7 +107,10 @@ def restore(
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
         words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
         _run(job, words, out, progress)
-        return _read(out, preset)
+        restored = _read(out, preset)
+    for line in restored.metrics["inputs"][0]["remarks"]:
+        warnings.warn(f"restore: {line.replace('--', '')}", stacklevel=2)
+    return restored
 
 
 def _save(array: Any, path: Path) -> None:
@@ -228,4 +240,4 @@ def _read(out: Path, preset: str) -> Restored:
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
     low, high = (of("_low_90"), of("_high_90")) if tested else (None, None)
-    return Restored(of(""), of("_std"), low, high, samples, said[0] if said else None, metrics)
+    return Restored(of(""), of("_spread"), low, high, samples, said[0] if said else None, metrics)

@@ -19,7 +19,7 @@ from cocodiff.jobs.replicas import axes_of, topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.models import families
 from cocodiff.models.family import INPAINT, VAE_FACTOR
-from cocodiff.planner.partitions import Partition, partitions_of
+from cocodiff.topology.axes import Partition, partitions_of
 
 if TYPE_CHECKING:
     from cocodiff.engine.assemble import AttentionWork

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import re
 import zlib
@@ -38,6 +39,7 @@ Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tenso
 EMBEDDED = "embedded"
 INDEX = "model_index.json"
 OWN_PIPELINE = "StableDiffusion3InpaintPipeline"  # of the embedded model
+OWN_STEPS = 10  # of the embedded model: fewer and more are worse on average (docs/quality.md)
 OWN_VAE = "vae_config.json"  # what tells the folder of a model that was trained from the embedded one
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 IMAGE_ENCODER = "image_encoder"  # of image prompts, and of a video's first frame
@@ -245,6 +247,16 @@ def import_pipeline(request: Request) -> None:
     """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
     import_late("scipy.stats")  # another tenth: schedulers import it, and use it for one kind of schedule
     _pipeline_class(request)
+
+
+def usual_steps(request: Request) -> int:
+    """Return the number of denoising steps of a model: of the embedded one as measured, else its pipeline's default.
+
+    Imports the pipeline's class. Raises UserError where there is none.
+    """
+    if request.own is not None:
+        return OWN_STEPS
+    return int(inspect.signature(_pipeline_class(request).__call__).parameters["num_inference_steps"].default)
 
 
 # On every rank --------------------------------------------------------------------------------------------------------

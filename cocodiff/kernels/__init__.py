@@ -1,4 +1,5 @@
-"""The engine's data movement and element-wise arithmetic as operations: meaning in torch, speed by SYCL."""
+"""The engine's data movement and element-wise arithmetic as operations. Torch defines each result; SYCL computes it
+faster."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["PATHS", "Kernels", "Rows", "TorchOps", "moved_by", "sycl_ops", "view
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Views of a packed buffer, in the order and the shapes in which `pack` put them there."""
-    with torch._C.DisableTorchFunction():  # nobody who counts operations counts these: half of a plan's calls
+    """Return views of a packed buffer, with the given shapes, in the order in which `pack` laid the pieces out."""
+    with torch._C.DisableTorchFunction():  # half of a plan's calls, which counters of operations need not count
         parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

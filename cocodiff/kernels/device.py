@@ -1,4 +1,4 @@
-"""xpu, cuda and cpu behind a few words: which device a rank has, and the order between its streams."""
+"""An interface to xpu, cuda and cpu: the device of a rank, its free memory, and the order between its streams."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ from cocodiff.config.errors import OwnRankError
 
 T = TypeVar("T")
 IPEX = "intel_extension_for_pytorch"
-IPEX_ASKED = "COCODIFF_IPEX"  # 1: import it with any PyTorch that it fits
-WITHOUT_IPEX = (2, 10)  # from this PyTorch on it is not needed, and calls may be faster or slower with it
+IPEX_ASKED = "COCODIFF_IPEX"  # environment variable; 1: import IPEX with any PyTorch that it fits
+WITHOUT_IPEX = (2, 10)  # from this version of PyTorch on IPEX is not needed; calls may be faster or slower with it
 log = logging.getLogger("cocodiff.kernels.device")
 
 
 def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.device:
-    """The device of a rank: "cpu", "xpu", "cuda", or "auto" for the accelerator that is really there, else the CPU.
+    """Return the device of a rank, and on accelerators make it the current one. That must happen before any process
+    group.
 
-    On accelerators the local rank picks the tile and makes it current, which must happen before any process group.
-    shared: where ranks outnumber tiles, they take them in turns.
-    Raises OwnRankError when the named accelerator is absent or, unshared, has fewer tiles than ranks."""
+    Raise OwnRankError if the named accelerator is absent or, unless `shared`, has fewer tiles than there are ranks.
+
+    Args:
+        name: "cpu", "xpu", "cuda", or "auto" for the accelerator that is present, else the CPU.
+        local_rank: index of the rank on its node, which is the index of its tile.
+        shared: True if ranks may outnumber tiles; ranks are then assigned to them in turn.
+    """
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = found.type if found is not None else "cpu"
@@ -47,7 +52,7 @@ def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.devic
 
 
 def _more_devices(name: str, count: int) -> str:
-    """The remedy where ranks outnumber devices."""
+    """Return the remedy to print if ranks outnumber devices."""
     remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
     if name != "xpu":
         return remedy
@@ -61,9 +66,11 @@ def _more_devices(name: str, count: int) -> str:
 
 
 def import_ipex() -> bool:
-    """Imports Intel's extension of PyTorch where there is one for this PyTorch: older stacks have xpu through it alone,
-    newer ones a few more kernels; from WITHOUT_IPEX on only where the user asks for it. It ends the process when its
-    version is another one's, so that is looked at first."""
+    """Import Intel's extension of PyTorch (IPEX) if it is needed and fits this PyTorch. Return True if it was imported.
+
+    Older PyTorch has xpu through IPEX only. From WITHOUT_IPEX on it is imported only if the user asks for it. An IPEX
+    for another version of PyTorch ends the process when it is imported, so its version is compared first.
+    """
     of_torch, asked = re.findall(r"\d+", torch.__version__)[:2], os.environ.get(IPEX_ASKED) == "1"
     if not asked and tuple(map(int, of_torch)) >= WITHOUT_IPEX:
         return False
@@ -86,8 +93,11 @@ def import_ipex() -> bool:
 
 
 def set_repeatable(device: torch.device, wanted: bool) -> Callable[[], None]:
-    """Have oneDNN's products on an accelerator add up in one order, or in any: by default repeated calls may differ
-    there (torch-xpu-ops 3201), on a CPU they do not. Return what puts back what was set before."""
+    """Make oneDNN's matrix products on an accelerator add up in one order (`wanted`), or in any. Return a function that
+    restores what was set before.
+
+    By default repeated calls may differ there (torch-xpu-ops 3201). On a CPU they do not, and nothing changes.
+    """
     flags: Any = torch.backends.mkldnn
     undo = partial(setattr, flags, "deterministic", flags.deterministic)
     if device.type != "cpu":
@@ -95,12 +105,17 @@ def set_repeatable(device: torch.device, wanted: bool) -> Callable[[], None]:
     return undo
 
 
-FOR_PROCESSES = 31 / 32  # of a device's memory: the rest, 2 GiB of 64, is taken to be the driver's and the library's
+FOR_PROCESSES = 31 / 32  # usable share of a device's memory; the rest, 2 GiB of 64, is left to the driver and libraries
 
 
 def free_memory(device: torch.device, ranks: int) -> int | None:
-    """Bytes that this process can still take: an equal part of what its tile, or on CPU the node, has available, for
-    each of the node's `ranks` that share it, and what its allocator holds unused. None where the system does not tell.
+    """Return the number of bytes that this process can still allocate, or None if the system does not report it.
+
+    It is this rank's equal share of what the device (on CPU: the node) has available, plus what this process's
+    allocator holds unused.
+
+    Args:
+        ranks: number of ranks on the node.
     """
     if device.type == "cpu":
         available = _meminfo("MemAvailable")
@@ -111,15 +126,18 @@ def free_memory(device: torch.device, ranks: int) -> int | None:
     left = module.get_device_properties(device).total_memory // sharing * FOR_PROCESSES - allocated
     try:
         told = module.mem_get_info(device)[0]
-    except RuntimeError:  # an xpu driver without sysman knows only how much there is in all
+    except RuntimeError:  # an xpu driver without sysman reports only the total
         told = 0
-    # Drivers of the Max 1550 tell 0, or as much as before an allocation (pytorch 161381, vllm 47134 and 47820).
+    # Drivers of the Max 1550 report 0, or the same number after an allocation (pytorch 161381, vllm 47134 and 47820).
     return int(min(told // sharing + reserved - allocated, left) if told else left)
 
 
 def ranks_on_device(device: torch.device, ranks: int) -> int:
-    """How many of a node's `ranks` share a device at most: local ranks take those that they see in turns. Where a
-    launcher's mask leaves each rank a tile alone, it is theirs, though all of them see one."""
+    """Return the largest number of a node's `ranks` that share one device; 1 on a CPU.
+
+    Local ranks are assigned to the devices that they see in turn. If a launcher's mask shows each rank a single tile,
+    it is that rank's own.
+    """
     if device.type == "cpu":
         return 1
     count = int(torch.get_device_module(device).device_count())
@@ -127,13 +145,17 @@ def ranks_on_device(device: torch.device, ranks: int) -> int:
 
 
 def _meminfo(key: str) -> int | None:
+    """Return the value of `key` in /proc/meminfo in bytes, or None if it is not there."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 class StreamMark:
-    """A point in the current stream of a device. On CPU work is done when its call returns: nothing to mark."""
+    """A point in the current stream of a device, at the time when it is created.
+
+    On a CPU work is done when its call returns, so there is nothing to mark.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._module, self._device = None if device.type == "cpu" else torch.get_device_module(device), device
@@ -142,28 +164,35 @@ class StreamMark:
             self._event.record(self._module.current_stream(device))
 
     def wait(self) -> None:
-        """Makes the caller's current stream wait for this point; the host does not block."""
+        """Make the caller's current stream wait for this point; the host does not block."""
         if self._module is not None:
             self._module.current_stream(self._device).wait_event(self._event)
 
     def wait_on_host(self) -> None:
-        """Returns when this point has been reached."""
+        """Block until this point has been reached."""
         if self._module is not None:
             self._event.synchronize()
 
 
 class HandedOver(Generic[T]):
-    """A value on its way to another stream, from the one that is current where this is made. Every tensor that one
-    thread makes and another uses goes this way, so that the order and the memory are seen to in one place.
+    """A value that passes to another stream, from the stream that is current when this is created.
 
-    value: what `used_on_current_stream` takes. On CPU work is done when its call returns: there is nothing to order."""
+    Every tensor that one thread produces and another one uses passes this way. So the order of streams and the lifetime
+    of memory are handled in one place. On a CPU work is done when its call returns, and nothing needs an order.
+
+    Args:
+        value: anything that `used_on_current_stream` takes.
+    """
 
     def __init__(self, value: T, device: torch.device) -> None:
         self._value, self._made = value, None if device.type == "cpu" else StreamMark(device)
 
     def take(self) -> T:
-        """The value, for the caller's current stream, which goes on behind what the other one held; the host does not
-        block. The value's memory is kept until this stream is through with it, whoever frees it."""
+        """Return the value for use on the caller's current stream, which waits for the other stream; the host does not
+        block.
+
+        The value's memory is kept until this stream is done with it, even if it is freed before.
+        """
         if self._made is not None:
             self._made.wait()
             used_on_current_stream(self._value)
@@ -171,7 +200,7 @@ class HandedOver(Generic[T]):
 
 
 class OwnStream:
-    """A stream of a lane's own on accelerators; nothing on a CPU."""
+    """A separate stream for one lane on accelerators; nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -179,7 +208,7 @@ class OwnStream:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes it the calling thread's current stream."""
+        """Make it the calling thread's current stream inside the `with` block."""
         if self._stream is None:
             yield
             return
@@ -190,11 +219,15 @@ class OwnStream:
 
 
 def used_on_current_stream(value: T) -> T:
-    """Tells the allocator that the current stream uses a value's tensors, on whichever one they were made: their memory
-    is not handed out again before that.
+    """Tell the allocator that the current stream uses the tensors in a value, so that their memory is not reused before
+    that. Return the value.
 
-    value: a tensor, what holds tensors, or a list, tuple or mapping of these; or no tensor: None, a number, a text.
-    Raises TypeError for other objects, whose tensors would be forgotten."""
+    Raise TypeError for objects of other kinds, whose tensors would be missed.
+
+    Args:
+        value: a tensor, an object with `contained_tensors`, or a list, tuple or mapping of these; None, numbers and
+            strings hold no tensor.
+    """
     if isinstance(value, Tensor):
         if value.device.type not in ("cpu", "meta"):
             value.record_stream(torch.get_device_module(value.device).current_stream(value.device))
@@ -208,18 +241,21 @@ def used_on_current_stream(value: T) -> T:
     return value
 
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MULTIPLIER = -0x61C8864680B583EB  # odd, of 64 bits: 2^64 over the golden ratio
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by its size in bytes
+MULTIPLIER = -0x61C8864680B583EB  # an odd number of 64 bits: 2^64 divided by the golden ratio
 
 
 def digest(x: Tensor, first: int = 0) -> Tensor:
-    """A tensor's bits in one number, int64 []: a sum of mixed values and places, the same in any order of summation.
+    """Return a checksum of a tensor's bits, int64 []: a sum over elements that depends on their positions, but not on
+    the order of summation.
 
-    first: the place of its first element, or of its first 8 bytes where it is a multiple of 8 bytes: a tensor's digest
-    is the sum of those of its pieces."""
+    Args:
+        first: position of the first element, or of the first 8 bytes if the tensor is a multiple of 8 bytes. With it,
+            the digests of pieces add up to that of the whole tensor.
+    """
     flat = (torch.view_as_real(x) if x.is_complex() else x).detach().contiguous().flatten()
     size = flat.element_size()
-    if flat.nbytes % 8 == 0:  # several elements at a time
+    if flat.nbytes % 8 == 0:  # take several elements at a time
         flat, size = (flat.clone() if flat.storage_offset() * size % 8 else flat), 8
     bits = flat.view(INTEGERS[size]).to(torch.int64)
     mixed = torch.arange(first + 1, first + 1 + len(bits), device=x.device).mul_(MULTIPLIER).add_(bits).mul_(MULTIPLIER)

@@ -1,12 +1,12 @@
-"""One door to the operations: which of SYCL and torch runs one is decided here, once for each call, and told.
+"""The choice between SYCL and torch, made and reported once for each call of an operation.
 
-`auto` goes by the sizes from which on an operation is SYCL's. It opens SYCL when the first operation is due that the
-table gives to it, so a run that has none pays nothing. Where SYCL kernels cannot be built, torch runs and one log line
-says why; with `sycl` asked for by name that is an error.
+`auto` uses SYCL from a size on that depends on the operation. SYCL is opened when the first operation needs it, so a
+run without one pays nothing. Where SYCL kernels cannot be built, torch runs and one log line says why. With `sycl`
+asked for by name that is an error.
 
-CPU figures are of a 2-core AMD EPYC (docs/measurements/kernels-1-every-case.csv). SYCL is the faster one for smaller
-tensors too, but a run of those gains less than the half second that opening it takes. No Intel GPU was measured: there
-all operations that save passes over memory go to SYCL, on the evidence of the bytes that docs/design.md tells.
+CPU figures are of a 2-core AMD EPYC (docs/measurements/kernels-1-every-case.csv). SYCL is faster for smaller tensors
+too, but a run of those gains less than the half second that opening it takes. No Intel GPU was measured. There all
+operations go to SYCL, because they save passes over memory by the byte counts in docs/design.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 NEVER = math.inf
-CPU: dict[str, float] = {  # bytes
+# The size in bytes from which on each operation runs in SYCL on a CPU.
+CPU: dict[str, float] = {
     "pack": MIB // 2,
     "unpack": NEVER,
     "gather_pack": MIB // 2,
@@ -42,32 +43,32 @@ CPU: dict[str, float] = {  # bytes
     "note_change": MIB // 4,
     "decode_residual": MIB // 4,
     "continue_linearly": MIB // 4,
-    # torch has no operation for it: bit by bit it takes 4 ms for the smallest tensors, SYCL .05
+    # torch has no operation for these: bit by bit it takes 4 ms for the smallest tensors, SYCL .05
     **dict.fromkeys(("encode_lossless", "stream_lengths", "decode_lossless"), 1024),
 }
 OPS = tuple(CPU)
-CHOICES: dict[str, dict[str, float]] = {"cpu": CPU, "xpu": dict.fromkeys(OPS, 0)}  # device -> operation -> bytes
-WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
-PATHS = ("auto", "sycl", "torch")
-# Which argument tells an operation's size, where it is not the first: of what is written, or of what is known.
+CHOICES: dict[str, dict[str, float]] = {"cpu": CPU, "xpu": dict.fromkeys(OPS, 0)}  # the same by type of device
+WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes with SYCL kernels
+PATHS = ("auto", "sycl", "torch")  # values of the setting `kernels`
+# Index of the argument whose size decides, where it is not the first one.
 SIZED = {"pack": 1, "gather_pack": 1, "unpack": 1, "decode_residual": 1, "stream_lengths": 2, "decode_lossless": 4}
-STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")
-STREAM_GROUP = 8  # numbers; SYCL's streams have none in two heads
-ENVIRONMENT = "COCODIFF_KERNELS"  # what `auto` means, for commands that have no such setting
+STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")  # operations of the lossless codec
+STREAM_GROUP = 8  # numbers; a head has to be a multiple, because no group of SYCL's streams spans two heads
+ENVIRONMENT = "COCODIFF_KERNELS"  # environment variable that replaces `auto`, for commands without such a setting
 Function = Callable[..., Any]
 log = logging.getLogger("cocodiff.kernels")
 
 
 def path_of(setting: str) -> str:
-    """What the setting `kernels` says, or the environment where that is auto."""
+    """Return the path that the setting `kernels` asks for; the environment replaces "auto"."""
     return os.environ.get(ENVIRONMENT, setting) if setting == "auto" else setting
 
 
 def begins_of(path: str, device: str, dtype: torch.dtype) -> Mapping[str, float]:
-    """The size from which on each operation is SYCL's, on a type of device."""
+    """Return, for each operation, the size in bytes from which on SYCL runs it on this type of device."""
     if path == "auto" and dtype in WITH_KERNELS and device in CHOICES:
         return CHOICES[device]
-    # Bytes, which codes are, have no kernels: torch moves them also where SYCL is asked for.
+    # Codes are bytes, which have no kernels: torch moves them even if SYCL is asked for.
     return dict.fromkeys(OPS, 0 if path == "sycl" and dtype != torch.uint8 else NEVER)
 
 
@@ -80,21 +81,28 @@ class Kernels(TorchOps):
         note: Callable[[str, str], None] | None = None,
         compiled: Callable[[Function], Function] = lambda function: function,
     ) -> None:
-        """note: called with the operation's name and "sycl" or "torch" each time one runs. compiled: gives what
-        computes in the place of a function of modules and tensors. Raises UserError for an unknown path."""
+        """Choose the path. Raise UserError if it is unknown.
+
+        Args:
+            path: one of `PATHS`; "auto" may be replaced by the environment.
+            note: called with the operation's name and "sycl" or "torch" each time one runs.
+            compiled: turns a function of modules and tensors into the one to call in its place, as a compiler does.
+        """
         path = path_of(path)
         if path not in PATHS:
             raise UserError(f"kernels {path!r}: choose from {', '.join(PATHS)} (setting kernels, or {ENVIRONMENT})")
-        self.path, self.compiled = path, compiled
+        self.path, self.compiled = path, compiled  # path: one of `PATHS`
         self._begins: dict[tuple[str, torch.dtype], Mapping[str, float]] = {}
         self._note = note
         self._torch = TorchOps()
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
-        """Whether SYCL would run an operation on tensors of this size: for who has another way than torch's form."""
+        """Return True if SYCL would run `op` on tensors of this size. Callers with a faster fallback than torch's ask
+        first."""
         return self._sycl(op, moved) is not None
 
     def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
+        """Run one operation by its path, and report the path to `note`."""
         moved = moved_by(op, arguments)
         whole = op not in STREAMED or moved[0].shape[-1] % STREAM_GROUP == 0
         sycl = self._sycl(op, moved) if whole and len(moved) else None
@@ -103,7 +111,10 @@ class Kernels(TorchOps):
         return getattr(sycl or self._torch, op)(*arguments, **named)
 
     def _sycl(self, op: str, moved: Sequence[Tensor]) -> SyclOps | None:
-        """Ranks have nearly equal shares, so the first tensor tells the size of all."""
+        """Return the SYCL operations if they are to run `op`, else None.
+
+        Ranks have nearly equal shares, so the first tensor stands for the size of all.
+        """
         first = moved[0]
         kind = first.device.type, first.dtype
         if kind not in self._begins:
@@ -113,14 +124,14 @@ class Kernels(TorchOps):
 
 
 def moved_by(op: str, arguments: Sequence[Any]) -> Sequence[Tensor]:
-    """The tensors that tell an operation's size, among its arguments."""
+    """Return the tensors among an operation's arguments whose size decides between SYCL and torch."""
     told = arguments[SIZED.get(op, 0)]
-    told = getattr(told, "written", getattr(told, "last", told))  # of what is known
+    told = getattr(told, "written", getattr(told, "last", told))  # a codec's state: one of its tensors
     return (told,) if isinstance(told, Tensor) else told
 
 
 def _by_path(op: str) -> Callable[..., Any]:
-    """The method of an operation: a class that runs all of them otherwise overrides `_run`."""
+    """Return the method for an operation. A subclass that runs all operations differently overrides `_run`."""
 
     def run(self: Kernels, *arguments: Any, **named: Any) -> Any:
         return self._run(op, *arguments, **named)
@@ -133,8 +144,10 @@ for _op in OPS:
 
 
 def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
-    """The SYCL operations of a device, opened once for a process. Where there are none: None, after one log line, or
-    with `required` a UserError; both say why."""
+    """Return the SYCL operations of a device, which are opened once in a process.
+
+    If there are none, log one line with the reason and return None, or raise UserError if `required`.
+    """
     found = _open(device)
     if not isinstance(found, str):
         return found
@@ -145,7 +158,8 @@ def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
 
 @cache
 def _open(device: torch.device) -> SyclOps | str:
-    """The operations, or why there are none. Kept for the process: it belongs to the machine, not to a run."""
+    """Return the operations, or the reason why there are none. Cached for the process, since the result depends on the
+    machine."""
     from cocodiff_sycl.find import Unavailable
     from cocodiff_sycl.ops import open_cpu, open_xpu
 

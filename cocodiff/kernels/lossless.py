@@ -1,41 +1,47 @@
-"""The lossless codec's arithmetic: 16-bit numbers as what they differ by from a prediction in units of the last place,
-in the code of Golomb and Rice, whose parameter follows from the differences before.
+"""The arithmetic of the lossless codec for 16-bit tensors.
 
-A tensor [B, T, H, D] travels in blocks, one for each peer. A block is cut into strips: 8 neighbouring numbers of the
-H * D of a token (the last ones may be fewer, and are filled up with zeros) and of consecutive tokens as many as make
-equal parts of at most 32 of the block's. A strip is read from its first token on, and whoever reads it knows, beside
-the numbers of the tokens before, the tensor's values r1 at the last call and r0 at the one before it, or none of them.
-Everything is float32, one rounding for each operation written here, denormal numbers kept, no fused multiply-add:
+A number is sent as its difference from a prediction, in units of the last place. The difference is in the code of
+Golomb and Rice, whose parameter follows from the differences before.
 
-    continuation f = r1, or r1 + c * (r1 - r0); c begins at a factor that is given
-    prediction   p = f + w * g, rounded to the type (to nearest, ties to even), g being x - f of the token before, 0 at
-                 the first; w begins at 1/2. Where f + w * g is not finite, p has the bits of r1
-    error        e = x - (f + w * g). After each token the sums of e * g and e * (r1 - r0) over the 8 numbers move w and
-                 c by 1/16, up where they are positive, down where negative; w within 0 and 1, c within -1 and 2
-    size         of the errors, m: .75 * m + n, with n = .75 * sum + 2 * own of the absolute errors of the token before;
-                 at the second token 4 * n, and at the first 2**(h - 127), where the strip tells the h: the exponent's
-                 bits of six times the sum of its absolute errors
-    order        ord(b) = b where the sign bit of the 16 bits b is 0, else b with its other 15 bits inverted, as a
-                 signed integer: the order of floats, in which -0 is next below +0. A bijection, its own inverse
-    difference   d = ord(x) - ord(p) modulo 2**16, folded to z: 0, -1, 1, -2, ... are 0, 1, 2, 3, ...
-    parameter    k: log2 of m / 16 in units of p's last place, rounded down by the bits of the exponents, 0 to 15
+A tensor [B, T, H, D] is sent in blocks, one for each peer. A block is cut into strips. A strip has 8 neighbouring
+numbers of the H * D of a token (the last ones may be fewer, and are filled up with zeros), of consecutive tokens. The
+block's tokens are divided into the fewest parts of at most 32, whose lengths differ by at most one.
 
-Where nothing is known, at a first call, f and g are 0, and a number's exponent alone is predicted: by that of .7 * m /
-32, both as the type has them. From top to bottom z then is the folded difference of the exponents, predicted less
-actual, modulo their number; the significand; the sign. k is the number of bits of the latter two.
+A strip is read from its first token on. The reader knows the numbers of the tokens before. It also knows the tensor's
+values r1 at the last call and r0 at the one before it, or none of them. Everything is float32, each operation written
+here rounded once, with denormal numbers and without fused multiply-add:
 
-A number's code, the lowest bit first, with q = z >> k: u ones and a zero, u being q below 4, else 4 + n where n is log2
-of q - 3, rounded down; then k or k + n bits, by how much z is above the smallest z of that u. Where u would be 12 or
-more: 12 ones, no zero, and z in 16 bits. Strips are gathered in tiles of 16. A block's stream is
+    continuation f = r1, or r1 + c * (r1 - r0); c begins at a factor that is given;
+    prediction   p = f + w * g, rounded to the type (to nearest, ties to even). g is x - f of the token before, 0 at
+                 the first; w begins at 1/2. Where f + w * g is not finite, p has the bits of r1;
+    error        e = x - (f + w * g). After each token the signs of two sums over the 8 numbers move w and c by 1/16:
+                 of e * g and of e * (r1 - r0). Positive ones move up, negative ones down; w stays within 0 and 1, c
+                 within -1 and 2;
+    size         m, of the errors: .75 * m + n, with n = .75 * sum + 2 * own of the absolute errors of the token before.
+                 At the second token it is 4 * n. At the first it is 2**(h - 127), where h is stored in the strip: the
+                 exponent bits of six times the sum of its absolute errors;
+    order        ord(b) = b if the sign bit of the 16 bits b is 0, else b with its other 15 bits inverted, as a
+                 signed integer: the order of floats, in which -0 is next below +0. A bijection, its own inverse;
+    difference   d = ord(x) - ord(p) modulo 2**16, folded to z: 0, -1, 1, -2, ... are 0, 1, 2, 3, ...;
+    parameter    k: log2 of m / 16 in units of p's last place, rounded down by the bits of the exponents, 0 to 15.
 
-    sizes        of every tile how many 16-bit words it takes, as 16 bits
-    tiles        of each the strips' sizes in words, 8 bits each, filled up to a whole word; then the strips: h in 8
-                 bits, and the codes token by token, filled up likewise. A strip whose z are all 0 has the size 0 and
-                 no words; the size 255 is that of one that would take as many words as it has numbers, or 255: it has
-                 the bits of x instead
+At a first call nothing is known. Then f and g are 0, and only a number's exponent is predicted: by that of .7 * m / 32,
+both as the type has them. From top to bottom z then is the folded difference of the exponents (predicted minus actual,
+modulo their number), the significand, the sign. k is the number of bits of the latter two.
 
-Bytes are filled from their lowest bit on, and of a word the lower byte comes first. docs/exchange.md tells how streams
-travel, and what this sends beside other codes.
+A number's code begins at the lowest bit. Let q = z >> k. First come u ones and a zero. u is q if q is below 4, else 4 +
+n, where n is log2 of q - 3, rounded down. Then come k bits (k + n if q is 4 or more) with the difference of z and the
+smallest z of that u. If u would be 12 or more, the code is 12 ones, no zero, and z in 16 bits. Strips are gathered in
+tiles of 16. A block's stream is
+
+    sizes        the number of 16-bit words of every tile, in 16 bits each;
+    tiles        of each the strips' sizes in words, 8 bits each, filled up to a whole word; then the strips. A strip is
+                 h in 8 bits and the codes token by token, filled up likewise. The size 0 means that all z are 0; the
+                 strip then has no words. The size 255 means that codes would take as many words as the strip has
+                 numbers, or 255; the strip then has the bits of x instead.
+
+Bytes are filled from their lowest bit on, and the lower byte of a word comes first. docs/exchange.md describes how
+streams are sent and how many bytes they take.
 """
 
 from __future__ import annotations
@@ -51,35 +57,40 @@ from torch import Tensor
 
 from cocodiff.kernels.residual import sum_of
 
-RAW = 255  # the size of a strip that is not coded
-UNARY, LONGEST = 4, 12  # ones that count evenly, and the most
-REACH = 5  # bytes in which a code lies, of at most 28 bits
-PARTS = 16  # of a byte, in which it is noted how much a token and head needs
-MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
-BIAS = {torch.bfloat16: 0, torch.float16: 112}  # of exponents' bits: float32's less the type's
-CODED = tuple(MANTISSA)  # the types that are coded; others travel whole
+RAW = 255  # size of a strip that is not coded
+UNARY, LONGEST = 4, 12  # number of ones from which on ranges double, and the largest number of ones
+REACH = 5  # bytes that a code of at most 28 bits may touch
+PARTS = 16  # fractions of a byte, the unit of the room that a token and head needs
+MANTISSA = {torch.bfloat16: 7, torch.float16: 10}  # bits of the significand
+BIAS = {torch.bfloat16: 0, torch.float16: 112}  # exponent bias of float32 minus that of the type
+CODED = tuple(MANTISSA)  # the dtypes that are coded; others are sent whole
 
 
 class Known(NamedTuple):
-    """What both ends know of a tensor [B, T, H, D], and where its next values go, which may be the oldest of them.
-    last: the newest, None at a first call. before: those before, where they are continued, by the factor at first."""
+    """The values of a tensor [B, T, H, D] that both ends know, and the place for its next values."""
 
-    written: Tensor
-    last: Tensor | None = None
-    before: Tensor | None = None
-    factor: float = 0.0
+    written: Tensor  # where the next values are written; may be the oldest of the known tensors
+    last: Tensor | None = None  # the newest values; None at a first call
+    before: Tensor | None = None  # the values before those; None if there is no linear continuation
+    factor: float = 0.0  # of the linear continuation at a strip's first token
 
 
 def least_room(head_dim: int) -> int:
-    """Bytes for a token and head in which the sizes of any block's tiles fit."""
+    """Return the number of bytes per token and head that hold at least the sizes of any block's tiles."""
     return 2 * -(-head_dim // (RUN * TILE))
 
 
 def encode_lossless(
     x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
 ) -> None:
-    """Writes the streams of all blocks, each where `stream_places` says; their lengths in bytes, int64 [blocks]; and x
-    where its next values go. needed_1: int64, raised to what a token and head need, in sixteenths of a byte."""
+    """Encode x: write the streams of all blocks, and x to `known.written`.
+
+    Args:
+        cut: the blocks.
+        streams: buffer for the streams, uint8, each at its place by `stream_places`.
+        lengths_N: receives the streams' lengths in bytes, int64 [blocks].
+        needed_1: int64 [1], raised to the room that a token and head needs, in sixteenths of a byte.
+    """
     if not x_BLHD.numel():
         lengths_N.zero_()
         return
@@ -102,8 +113,14 @@ def encode_lossless(
 
 
 def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
-    """Writes how long the streams of received blocks are, int64 [blocks], by the sizes of their tiles. Returns what
-    else was found, for `decode_lossless`. code: the blocks' first parts in a row. like: what they become."""
+    """Write the lengths of received streams in bytes to `lengths_N`, int64 [blocks], from the sizes of their tiles.
+
+    Return what else was found, as `decode_lossless` takes it (nothing in torch).
+
+    Args:
+        code_BLHW: the streams' first parts, block after block.
+        like_BLHD: a tensor with the shape of the decoded one.
+    """
     tiles = cut.tiles(code_BLHW.shape, like_BLHD.shape[-1])
     for number, part in enumerate(_first_parts(code_BLHW, cut)):
         sizes = part[: 2 * tiles[number]].clone().view(torch.int16).to(torch.int64) & 0xFFFF
@@ -114,8 +131,14 @@ def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Te
 def decode_lossless(
     code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor | None, known: Known, cut: Cut
 ) -> None:
-    """Writes the tensor where its next values go, from the first part of every block's stream and the rests, uint8, one
-    behind the other in the order of the blocks. code_BLHW, lengths_N, found: of `stream_lengths`."""
+    """Decode the streams of all blocks into `known.written`.
+
+    Args:
+        code_BLHW: the streams' first parts, as given to `stream_lengths`.
+        rests: the streams' second parts, uint8, one after the other in the order of the blocks.
+        lengths_N: the streams' lengths, from `stream_lengths`.
+        found: what `stream_lengths` returned.
+    """
     written, lengths, whole, taken = known.written, lengths_N.tolist(), list[Tensor](), 0
     if not written.numel():
         return
@@ -140,39 +163,43 @@ def decode_lossless(
 
 
 def _first_parts(code_BLHW: Tensor, cut: Cut) -> Sequence[Tensor]:
+    """Return the first part of every block's stream."""
     width = code_BLHW.shape[-1]
     return code_BLHW.flatten().split_with_sizes([count * width for count in cut.cells(code_BLHW.shape)])
 
 
-# What is known at a token of all strips -------------------------------------------------------------------------------
+# One token of all strips ----------------------------------------------------------------------------------------------
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """Of float32 numbers that are not negative, the bits, int32."""
+    """Return the exponent bits of non-negative float32 numbers, int32."""
     return x.contiguous().view(torch.int32) >> 23 & 255
 
 
 def _order(bits: Tensor) -> Tensor:
-    """Its own inverse, of int32 that hold 16 bits with their sign."""
+    """Map 16 bits, given as int32 with their sign, to the order of floats. It is its own inverse."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
 def _fold(difference: Tensor, bits: int) -> Tensor:
-    """Of int32 modulo 2**bits."""
+    """Wrap int32 differences modulo 2**bits and fold them to non-negative numbers."""
     half = 1 << (bits - 1)
     wrapped = ((difference + half) & (2 * half - 1)) - half
     return (wrapped << 1) ^ (wrapped >> 31)
 
 
 def _unfold(folded: Tensor) -> Tensor:
+    """Invert `_fold`."""
     return (folded >> 1) ^ -(folded & 1)
 
 
 class _Columns:
-    """Strips as both ends go through them: `begin`, then for each token `expect`, `folded` or `unfolded`, and `learn`.
-    parameter_S8: of the expected token's codes, int32."""
+    """The state of all strips while an end goes through their tokens.
 
-    parameter_S8: Tensor
+    The order of calls is `begin`; then for each token `expect`, `folded` or `unfolded`, and `learn`.
+    """
+
+    parameter_S8: Tensor  # k of the expected token's codes, int32
 
     def __init__(self, strips: _Strips, known: Known) -> None:
         self._dtype, self._known = known.written.dtype, known.last is not None
@@ -187,6 +214,7 @@ class _Columns:
                 self._factor_S1 = torch.full((S, 1), known.factor, device=device)
 
     def _look(self, token: int) -> None:
+        """Compute the forecast of a token."""
         self._token = token
         if self._known:
             self._continued_S8 = self._last_SL8[:, token].float()
@@ -195,14 +223,16 @@ class _Columns:
             self._forecast_S8 = self._continued_S8 + self._weight_S1 * self._gap_S8
 
     def header(self, x_S8: Tensor) -> Tensor:
-        """Of every strip h by its first token, int32."""
+        """Return h of every strip from its first token, int32."""
         self._look(0)
         return _exponent(sum_of((x_S8.float() - self._forecast_S8).abs()) * 6)
 
     def begin(self, header_S: Tensor) -> None:
+        """Set the expected size of errors at the first token."""
         self._size_S8 = (header_S << 23).view(torch.float32)[:, None].expand(-1, RUN)
 
     def expect(self, token: int) -> None:
+        """Compute the prediction and the code parameter of a token."""
         self._look(token)
         if not self._known:
             self._expected_S8 = _exponent(self._size_S8 * 0.7) - 5 - self._bias
@@ -216,7 +246,7 @@ class _Columns:
         self.parameter_S8 = parameter_S8.clamp(0, 15)
 
     def folded(self, x_S8: Tensor) -> Tensor:
-        """z, int32."""
+        """Return z of a token's numbers, int32."""
         bits_S8, sign = x_S8.view(torch.int16).to(torch.int32), 1 << self._mantissa
         if self._known:
             return _fold(_order(bits_S8) - self._expected_S8, 16)
@@ -225,7 +255,7 @@ class _Columns:
         return _fold(self._expected_S8 - exponent_S8, 15 - self._mantissa) << (self._mantissa + 1) | low_S8
 
     def unfolded(self, z_S8: Tensor) -> Tensor:
-        """The bits of x, int32 with their sign."""
+        """Return the bits of x for z, int32 with their sign."""
         if self._known:
             order_S8 = self._expected_S8 + _unfold(z_S8)
             return _order(((order_S8 + 0x8000) & 0xFFFF) - 0x8000)
@@ -235,6 +265,7 @@ class _Columns:
         return bits_S8 - ((z_S8 & 1) << 15)
 
     def learn(self, x_S8: Tensor) -> None:
+        """Update the weights and the size of errors from a token's numbers."""
         error_S8 = x_S8.float() - self._forecast_S8
         own_S8, follows = error_S8.abs(), self._factor_S1 is not None
         summed = [own_S8, error_S8 * self._gap_S8, *([error_S8 * self._change_SL8[:, self._token]] if follows else [])]
@@ -254,8 +285,12 @@ class _Columns:
 
 
 class _Strips:
-    """The strips of all blocks of a tensor, [S]: where_SL8 tells the places of their numbers in it, there_SL8 which
-    there are; numbers_S how many words they take as they are. Their tiles, [T], one block's after the other's."""
+    """The strips of all blocks of a tensor, as indices. S counts strips and T tiles, block after block.
+
+    Args:
+        shape: of the tensor, [B, T, H, D].
+        cut: the blocks.
+    """
 
     def __init__(self, shape: tuple[int, ...], cut: Cut, device: torch.device) -> None:
         (_, T, H, D), starts = shape, accumulate(cut.sizes, initial=0)
@@ -277,7 +312,7 @@ class _Strips:
             parts.append(where.unflatten(-1, (columns, RUN)).transpose(2, 3).flatten(0, 2))
             numbers += [RUN * count for count in counts for _ in range(columns)] * batch
             self._tiles.append(-(-len(parts[-1]) // TILE))
-        self.where_SL8 = torch.cat(parts).to(device)
+        self.where_SL8 = torch.cat(parts).to(device)  # places of the strips' numbers in the tensor; -1 for none
         self.there_SL8, self.numbers_S = self.where_SL8 >= 0, torch.tensor(numbers, dtype=torch.int64, device=device)
         tiles, blocks = torch.tensor(self._tiles), torch.arange(len(parts))
         in_block_S = torch.cat([torch.arange(len(part)) for part in parts])
@@ -289,24 +324,33 @@ class _Strips:
         self.sizes_T = (torch.bincount(self.tile_S, minlength=sum(self._tiles)) + 1) // 2
 
     def taken(self, x_BLHD: Tensor) -> Tensor:
-        """A tensor's numbers, [S, L, 8], zeros where there are none."""
+        """Return a tensor's numbers in strips, [S, L, 8], with zeros for missing ones."""
         flat = x_BLHD.contiguous().view(torch.int16).flatten()
         return flat[self.where_SL8.clamp(min=0)].masked_fill_(~self.there_SL8, 0).view(x_BLHD.dtype)
 
     def tiles_at(self, words_T: Tensor) -> tuple[Tensor, Tensor]:
-        """By how many words tiles take, where in all streams, one behind the other, they lie, and their sizes do."""
+        """Return the places of tiles and of their sizes in all streams, one after the other, in words.
+
+        Args:
+            words_T: number of words of every tile.
+        """
         before_T = words_T.cumsum(0) - words_T
         sizes_at_T = before_T[self.first_T] + torch.arange(len(words_T), device=words_T.device)
         return before_T + self.until_T, sizes_at_T
 
     def strips_at(self, words_S: Tensor, begin_T: Tensor) -> Tensor:
-        """By how many words strips take, where they lie."""
+        """Return the places of strips, in words.
+
+        Args:
+            words_S: number of words of every strip.
+            begin_T: places of the tiles.
+        """
         before_S = words_S.cumsum(0) - words_S
         first_S = before_S[self.in_tile_S == 0][self.tile_S]
         return (begin_T + self.sizes_T)[self.tile_S] + before_S - first_S
 
     def streams(self, x_SL8: Tensor, z_SL8: Tensor, k_SL8: Tensor, header_S: Tensor) -> list[Tensor]:
-        """Of all blocks, uint8."""
+        """Return the streams of all blocks, uint8 each."""
         z_SL8 = z_SL8.masked_fill(~self.there_SL8, 0).to(torch.int64)
         code_SL8, width_SL8 = _coded(z_SL8, k_SL8.to(torch.int64))
         width_SL8 = width_SL8.masked_fill(~self.there_SL8, 0)
@@ -334,11 +378,11 @@ class _Strips:
         return list(found[:-REACH].to(torch.uint8).split_with_sizes(lengths))
 
 
-_strips_of = lru_cache(maxsize=8)(_Strips)  # of q, k, v and the output at both ends, and some chunks
+_strips_of = lru_cache(maxsize=8)(_Strips)  # for q, k, v and the output at both ends, and some chunks
 
 
 def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of numbers z by their parameters, int64, and of how many bits they are."""
+    """Return the codes of numbers z with parameters k, and their widths in bits; all int64."""
     q = z >> k
     further = (q[..., None] - UNARY + 1 >= 2 << torch.arange(16, device=z.device)).sum(-1)  # n
     ones = torch.where(q < UNARY, q, UNARY + further)
@@ -350,7 +394,7 @@ def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _put(found: Tensor, begins: Tensor, values: Tensor) -> None:
-    """Adds numbers to bytes, int64, from these bits on: nothing else has theirs."""
+    """Add values to bytes (int64), beginning at these bits, which nothing else uses."""
     shifted = values << (begins & 7)
     for byte in range(REACH):
         found.index_add_(0, (begins >> 3) + byte, shifted >> 8 * byte & 255)
@@ -358,7 +402,8 @@ def _put(found: Tensor, begins: Tensor, values: Tensor) -> None:
 
 @lru_cache(maxsize=4)
 def _beginnings(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """By a code's lowest bits: its ones, and its width, so many bits and so many times its parameter; int64."""
+    """Return, by a code's lowest bits: its number of ones, the constant part of its width, and how often k adds to the
+    width. All are int64."""
     bits = torch.arange(1 << LONGEST, device=device)
     ones = torch.stack([(bits + 1) % (1 << count) == 0 for count in range(1, LONGEST + 1)]).sum(0)
     long = ones == LONGEST
@@ -366,12 +411,12 @@ def _beginnings(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Codes:
-    """Streams that are read, all strips' at once. raw_SL8: the bits of those that are not coded, int32."""
+    """The streams of all strips while they are read."""
 
     def __init__(self, strips: _Strips, streams: Tensor, lengths: Sequence[int]) -> None:
         padded = torch.nn.functional.pad(streams, (0, 8)).to(torch.int64)
         places = [padded[byte : byte + len(padded) - REACH + 1] << 8 * byte for byte in range(REACH)]
-        self._from_byte = torch.stack(places).sum(0)  # the 40 bits that begin at each
+        self._from_byte = torch.stack(places).sum(0)  # the 40 bits that begin at each byte
         self._beginning, (self._ones, self._width, self._parameters) = (1 << LONGEST) - 1, _beginnings(streams.device)
         length_N = torch.tensor(lengths, dtype=torch.int64, device=streams.device)
         tiles = torch.arange(len(strips.block_T), device=streams.device) - strips.first_T
@@ -383,6 +428,7 @@ class _Codes:
         self._coded_S = ~self.is_raw_S & (size_S > 0)
         self.header_S = (self._peek(16 * begin_S) & 255).masked_fill(~self._coded_S, 0).to(torch.int32)
         self._at_S = 16 * begin_S + 8
+        # The bits of strips that are not coded.
         self.raw_SL8 = torch.zeros(strips.where_SL8.shape, dtype=torch.int32, device=streams.device)
         in_strip = torch.arange(strips.where_SL8[:1].numel(), device=streams.device).view(1, -1, RUN)
         raw = self.is_raw_S[:, None, None] & strips.there_SL8
@@ -390,11 +436,16 @@ class _Codes:
         self.raw_SL8[raw] = found.to(torch.int32)
 
     def _peek(self, at: Tensor) -> Tensor:
-        """At least 32 bits from these on, int64."""
+        """Return the bits from these positions on, at least 32 of them, int64."""
         return self._from_byte[at >> 3] >> (at & 7)
 
     def take(self, k_S8: Tensor, there_S8: Tensor) -> Tensor:
-        """The next z of every strip, by their parameters: int32, 0 where there is no code."""
+        """Return the next z of every strip, int32, and move on. It is 0 where there is no code.
+
+        Args:
+            k_S8: parameters of the codes.
+            there_S8: True where the strip has a number.
+        """
         k_S8, used_S8, held = k_S8.long(), (self._coded_S[:, None] & there_S8).long(), list[Tensor]()
         for number in range(RUN):
             held.append(self._peek(self._at_S))

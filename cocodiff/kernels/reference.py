@@ -1,6 +1,7 @@
-"""Every operation in torch: what it means, on any device, and what runs where no SYCL kernel does.
+"""The operations in torch, which define the result on any device and run where no SYCL kernel does.
 
-Shapes are in names (see attention/strategy.py); K counts chosen rows, R rows of a flattened [B * L].
+Shapes are in names (see attention/strategy.py). K is the number of chosen rows, R the number of rows of a flattened [B
+* L].
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 
 
 def _of(codec: str, op: str) -> Callable[..., Any]:
-    """An operation of `cocodiff.kernels.residual` or `lossless`, which no exact run without a codec imports."""
+    """Return an operation that imports `cocodiff.kernels.residual` or `lossless` when it is first called. An exact run
+    without a codec imports neither."""
 
     def run(_: TorchOps, *arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f"cocodiff.kernels.{codec}"), op)(*arguments, **options)
@@ -25,15 +27,20 @@ def _of(codec: str, op: str) -> Callable[..., Any]:
 
 
 class TorchOps:
-    """The operations as torch calls. SYCL ones (`cocodiff_sycl.ops.SyclOps`) have the same signatures and results."""
+    """The operations as torch calls. `cocodiff_sycl.ops.SyclOps` has the same signatures and results."""
 
     def pack(self, messages: Sequence[Sequence[Tensor]], buffers: Sequence[Tensor]) -> None:
-        """Copies each message's pieces, of up to four dimensions and any stride but the last, one after the other into
-        its contiguous one-dimensional buffer."""
+        """Copy each message's pieces, one after the other, into its contiguous one-dimensional buffer.
+
+        Pieces have one to four dimensions and any strides, except that the last stride is 1.
+        """
         self.gather_pack(messages, buffers)
 
     def gather_pack(self, messages: Sequence[Sequence[Tensor | Rows]], buffers: Sequence[Tensor]) -> None:
-        """As `pack`, of pieces that may be chosen rows; those with a reference are written there as well."""
+        """Copy pieces into buffers like `pack`, where a piece may also be chosen rows (`Rows`).
+
+        If rows have a reference, they are written there as well.
+        """
         for pieces, buffer in zip(messages, buffers, strict=True):
             start = 0
             for piece in pieces:
@@ -42,19 +49,28 @@ class TorchOps:
                 start = end
 
     def unpack(self, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> None:
-        """Copies parts, as they lie in received buffers, to slices of larger tensors, each of its part's shape."""
+        """Copy parts of received buffers to slices of larger tensors, each of which has its part's shape."""
         for part, target in zip(parts, targets, strict=True):
             _copy(part, target)
 
     def scatter_rows(self, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]) -> None:
-        """Writes rows [K, H, D] of each tensor to places index_K (int64, each at most once) of its cache [R, H, D]."""
+        """Write rows [K, H, D] of each tensor to rows `index_K` of its cache [R, H, D].
+
+        Args:
+            index_K: int64 [K], each row at most once.
+        """
         for rows_KHD, cache_RHD in zip(rows, caches, strict=True):
             cache_RHD.index_copy_(0, index_K, rows_KHD)
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
-        """Change and norm of every token, float32 [B, L]: the L1 distance of v to its reference and the L1 norm of the
-        reference, over heads and channels, summed in float64 and rounded once (CoCoDiff section III-D). renew:
-        reference becomes v, after it was compared."""
+        """Return the change and the norm of every token, each float32 [B, L] (CoCoDiff section III-D).
+
+        The change is the L1 distance of v to its reference, the norm is the L1 norm of the reference. Both are sums
+        over heads and channels in float64, rounded once.
+
+        Args:
+            renew: True to copy v into `reference_BLHD` after the comparison.
+        """
         change_BL = (v_BLHD.double() - reference_BLHD.double()).abs_().sum((-2, -1)).float()
         norm_BL = reference_BLHD.abs().sum((-2, -1), dtype=torch.float64).float()
         if renew:
@@ -62,8 +78,10 @@ class TorchOps:
         return change_BL, norm_BL
 
     def select(self, score_BN: Tensor, k: int) -> Tensor:
-        """Positions of each row's k largest scores, ascending: int64 [B, k]. Of equal scores the later position counts
-        as larger; NaN is larger than everything."""
+        """Return the positions of each row's `k` largest scores, ascending: int64 [B, k].
+
+        Of equal scores the one at the later position counts as larger. NaN counts as larger than every number.
+        """
         order_BN = torch.sort(score_BN, dim=1, stable=True).indices
         return torch.sort(order_BN[:, score_BN.shape[1] - k :], dim=1).values
 
@@ -76,15 +94,23 @@ class TorchOps:
         layout: str,
         round_before_weight: bool = True,
     ) -> Tensor:
-        """q or k after RMSNorm over D (epsilon None: none) and its weight, rotated: [B, L, H, D], contiguous.
+        """Return q or k after RMSNorm over D, its weight and the rotary embedding: [B, L, H, D], contiguous.
 
-        layout, and the rotary tables it takes, float32 [L, D] (complex64 [L, D / 2]):
-            pairs    cos, sin   channels 2i and 2i + 1 turn together (FLUX)
-            halves   cos, sin   channels i and i + D / 2 turn together
-            complex  one table  as pairs, cos + i sin (Qwen-Image)
-            none     no table   no rotation (SD3)
-        Rounds after the weight and after the rotation, and with `round_before_weight` before the weight too: diffusers'
-        RMSNorm does, torch's does not. The mean square is summed in float64 and rounded to float32."""
+        Results are rounded to the dtype after the weight and after the rotation. The mean square is summed in float64
+        and rounded to float32.
+
+        Args:
+            epsilon: of RMSNorm; None for no normalisation.
+            rotary: the tables that `layout` takes, float32 [L, D] (complex64 [L, D / 2] for "complex").
+            layout: one of these:
+
+                pairs    cos, sin   rotates channels 2i and 2i + 1 together (FLUX);
+                halves   cos, sin   rotates channels i and i + D / 2 together;
+                complex  one table  as pairs, cos + i sin (Qwen-Image);
+                none     no table   no rotation (SD3).
+
+            round_before_weight: True to round before the weight too, as diffusers' RMSNorm does and torch's does not.
+        """
         if epsilon is not None:
             mean_BLH1 = x_BLHD.double().square_().mean(-1, keepdim=True).float()
             dtype, normed_BLHD = x_BLHD.dtype, x_BLHD.float() * torch.rsqrt(mean_BLH1 + epsilon)
@@ -106,16 +132,25 @@ class TorchOps:
         return (x * cos_LD[:, None] + turned * sin_LD[:, None]).to(x_BLHD.dtype)
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> None:
-        """Adds one partial attention result to a running one, in place: out and lse (float32, the log of the sum of
-        exponentials) become those of attention over the keys of both (StreamFusion, appendix C). In float64, rounded
-        once; -inf stands for no keys. out is of part's dtype, or float32 so that many parts round once."""
+        """Merge a partial attention result into a running one, in place (StreamFusion, appendix C).
+
+        `out_BLHD` and `lse_BLH` become those of attention over the keys of both. They are computed in float64 and
+        rounded once. A log-sum-exp of -inf stands for no keys.
+
+        Args:
+            out_BLHD: the running result, in the dtype of `part_BLHD`, or in float32 so that many parts are rounded
+                once.
+            lse_BLH: its log-sum-exp, float32.
+            part_BLHD: the result to merge.
+            part_lse_BLH: its log-sum-exp, float32.
+        """
         known, fresh = lse_BLH.double(), part_lse_BLH.double()
         merged = torch.logaddexp(known, fresh)
         weight = torch.sigmoid(fresh - known).nan_to_num_(0.0).unsqueeze(-1)
         out_BLHD.copy_(out_BLHD.double() * (1 - weight) + part_BLHD.double() * weight)
         lse_BLH.copy_(merged)
 
-    # x and reconstructions may be views of any stride but the last.
+    # x and reconstructions may be views with any strides, except that the last stride is 1.
     encode_residual = _of("residual", "encode_residual")
     note_change = _of("residual", "note_change")
     decode_residual = _of("residual", "decode_residual")
@@ -126,6 +161,7 @@ class TorchOps:
 
 
 def _copy(piece: Tensor | Rows, target: Tensor) -> None:
+    """Copy a tensor, or gather chosen rows, into `target`, and write chosen rows to their reference too."""
     if isinstance(piece, Tensor):
         target.copy_(piece)
         return

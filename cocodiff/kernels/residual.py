@@ -1,47 +1,47 @@
-"""The residual codec's arithmetic: what a tensor's difference to its prediction becomes on the wire, and back.
+"""The arithmetic of the residual codec, which sends a tensor's difference to its prediction in a few bits per channel.
 
-Everything is float32, one rounding (to nearest, ties to even) for each operation written here, denormal numbers kept,
-and no fused multiply-add, so that every implementation has the same bits (of NaN: that it is one). For one channel of x
-with the reconstructions r1 (newest) and r0 (the one before it), all of one dtype:
+Everything is float32. Each operation written here is rounded once (to nearest, ties to even), denormal numbers are
+kept, and there is no fused multiply-add. So every implementation gives the same bits (for NaN: some NaN). The following
+is for one channel of x. r1 is its newest reconstruction and r0 the one before it, all in one dtype.
 
     prediction   p = r1, or r1 + f * (r1 - r0) with the factor f of a linear continuation; limited to +- 2**102, NaN
-                 becoming - 2**102, so that no difference to a finite number overflows
-    residual     d = x - p
+                 becoming - 2**102, so that no difference to a finite number overflows;
+    residual     d = x - p.
 
-A group is 32 channels of one head, the last group of a head what is left. Of the group's largest |d|, a:
+A group is 32 channels of one head. The last group of a head has the remaining channels. a is the group's largest |d|.
 
-    step         4 and 8 bits: s = a / 2**(bits - 1), with its significand rounded up to 4 bits
-                 2 bits: s = a * 13/32, then twice the step with the least squared error for the magnitudes that the
-                 one before gives: s = T / K with T = 2 * (A + 2 * B) and the integer K = n + 8 * m, where n channels of
-                 the group are there, A is the sum of their |d|, m of them are large and B is the sum of those; large
-                 is |d| >= a * 13/32, the second time |d| * K >= T. The quotient is rounded once, to a significand of 4
-                 bits, the smaller one in the middle
-    scale byte   0: every |d| is so small that s < 2**-20, or s is larger than the largest step, which is told (see
-                 encode_residual): the next call does without a code; the reconstruction is p
-                 1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1
-                 255: some x is not finite; the reconstruction is NaN in the whole group
-    magnitude    k = min(trunc(|d| * (1 / s)), 2**(bits - 1) - 1), 1 / s being the float32 nearest to it
-    code         u = 2**(bits - 1) + k, or 2**(bits - 1) - 1 - k where d has its sign bit set;
-                 0 where the scale byte is 0 or 255
-    value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact
-    new state    r = p + v, rounded to the dtype of x; of float16 limited to +- 65504, NaN staying
-    operand      r + g * (r - r1), rounded and limited likewise: what stands for the next x where nobody waits for it,
-                 with a factor g of its own
+    step         4 and 8 bits: s = a / 2**(bits - 1), with its significand rounded up to 4 bits;
+                 2 bits: s begins at a * 13/32. Twice it is replaced by the step with the least squared error for the
+                 magnitudes that the step before gives: s = T / K with T = 2 * (A + 2 * B) and the integer
+                 K = n + 8 * m. n is the number of channels in the group, A the sum of their |d|, m the number of
+                 large ones and B the sum of those. Large is |d| >= a * 13/32, the second time |d| * K >= T. The
+                 quotient is rounded once, to a significand of 4 bits, a tie to the smaller one;
+    scale byte   0: all |d| are so small that s < 2**-20, or s is larger than the largest step. The reconstruction is p.
+                 The latter is counted (see encode_residual), and the next call sends the tensor uncoded;
+                 1 to 254: s = (1 + m / 8) * 2**e, the byte being 8 * (e + 20) + m + 1;
+                 255: some x is not finite; the reconstruction is NaN in the whole group;
+    magnitude    k = min(trunc(|d| * (1 / s)), 2**(bits - 1) - 1), 1 / s being the float32 nearest to it;
+    code         u = 2**(bits - 1) + k, or 2**(bits - 1) - 1 - k if the sign bit of d is set;
+                 0 if the scale byte is 0 or 255;
+    value        v = (u - 2**(bits - 1) + 1/2) * s, which is exact;
+    new state    r = p + v, rounded to the dtype of x; in float16 limited to +- 65504, NaN staying;
+    operand      r + g * (r - r1), rounded and limited likewise. It stands for the next x in displaced calls, and has a
+                 factor g of its own.
 
-    size byte    of any values of a group, for comparisons: the scale byte of the smallest step that none of their
-                 magnitudes exceeds, 0 where that would be below 1, and the largest of 254 above and where some value
-                 is not finite. 8 of them are an octave, so differences of size bytes are relative sizes, as integers,
-                 whose sum no order changes
+    size byte    for comparing the sizes of groups: the scale byte of the smallest step that no magnitude of the group
+                 exceeds. It is 0 if that would be below 1, and 254 if it would be above or some value is not finite.
+                 8 of them are an octave. So differences of size bytes are relative sizes, as integers, whose sum does
+                 not depend on the order.
 
-Sums add the upper half of 32 numbers, zeros where channels are missing, to the lower half, and so on: 16 and 16, 8 and
-8, down to 1 and 1.
+Sums are over 32 numbers, with zeros for missing channels. They add the upper half to the lower half, and so on: 16 and
+16, 8 and 8, down to 1 and 1.
 
-There is no level at zero: with 4 levels the halves lose 2 dB less than {-1, 0, 1}, and an error in one step is part of
-the next one's residual. A linear continuation brings the last errors back five times in square, so it is worth much
-that 2 bits err as little as they can.
+There is no level at zero. With 4 levels the halves lose 2 dB less than {-1, 0, 1}, and an error in one step is part of
+the next step's residual. A linear continuation returns the last errors five times in square, so it matters that 2 bits
+err as little as possible.
 
-One head of one token travels as its codes, `bits` each and the first channel in the lowest bits (those that are left of
-the last byte are 0), followed by a scale byte for each group.
+One head of one token is sent as its codes followed by a scale byte for each group. Codes have `bits` bits each, the
+first channel in the lowest bits; unused bits of the last byte are 0.
 """
 
 from __future__ import annotations
@@ -52,63 +52,69 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GROUP = 32
-NOTES = 4  # of the codec of a tensor: see encode_residual
+GROUP = 32  # channels that share a scale
+NOTES = 4  # counters of a tensor's codec: see encode_residual
 LOWEST = -20  # exponent of the smallest step
-BAD, LARGEST = 255, 254
-LIMIT = 2.0**102  # of a prediction: any finite float32 less that is finite
-FIRST_STEP = 13 / 32  # of 2 bits, of the largest |d|: nearly the best for residuals like noise
+BAD, LARGEST = 255, 254  # scale bytes: of values that are not finite, and of the largest step
+LIMIT = 2.0**102  # largest magnitude of a prediction: any finite float32 minus it is finite
+FIRST_STEP = 13 / 32  # with 2 bits, as a fraction of the largest |d|: nearly the best for residuals like noise
 
 
 class Prediction(NamedTuple):
-    """How x is predicted. factor: of the linear continuation. linear: whether it is used, or the newest reconstruction
-    as it is. measure: whether encoding tells how large x's difference to the newest reconstruction is beside x."""
+    """The way in which x is predicted."""
 
-    factor: float = 0.0
-    linear: bool = False
-    measure: bool = False
+    factor: float = 0.0  # of the linear continuation
+    linear: bool = False  # True to continue linearly; False to predict the newest reconstruction
+    measure: bool = False  # True to also measure the relative change since the newest reconstruction
 
 
 class Reconstructions(NamedTuple):
-    """What both ends hold of a tensor, [B, L, H, D] of its dtype: the newest, and the one before where one is kept.
-    Encoding and decoding write the next one over the older of them."""
+    """The reconstructions that sender and receivers hold of a tensor, each [B, L, H, D] in its dtype.
 
-    last: Tensor
-    before: Tensor | None = None
+    Encoding and decoding overwrite the older one with the next one.
+    """
+
+    last: Tensor  # the newest
+    before: Tensor | None = None  # the one before it, if it is kept
 
     @property
     def older(self) -> Tensor:
+        """The reconstruction that the next one overwrites."""
         return self.last if self.before is None else self.before
 
 
 class Onward(NamedTuple):
-    """Where decoding writes the operand, [B, L, H, D], of a call that does not wait; the factor that continues it."""
+    """The operand that decoding writes for a displaced call: the new reconstruction, continued by one more step."""
 
-    factor: float
-    out_BLHD: Tensor
+    factor: float  # of this continuation
+    out_BLHD: Tensor  # where it is written, [B, L, H, D]
 
 
 def coded_width(head_dim: int, bits: int) -> int:
-    """Bytes of one head of one token on the wire."""
+    """Return the number of bytes that one head of one token takes as a code."""
     return math.ceil(head_dim * bits / 8) + groups_of(head_dim)
 
 
 def groups_of(head_dim: int) -> int:
+    """Return the number of groups of one head."""
     return math.ceil(head_dim / GROUP)
 
 
 def encode_residual(
     x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
 ) -> None:
-    """Writes the code of x, uint8, and the next reconstruction.
+    """Encode x into `code_BLHW` (uint8) and write the next reconstruction over the older one.
 
-    notes_N: int64 [NOTES], to which is added
-        [0]  the number of groups that no scale fits (not finite, or larger than the largest step)
-        [1]  nothing: the lossless codec's
-        [2]  with `how.measure` the sum over groups of the size byte of x's difference to the newest reconstruction,
-             whatever predicts x, less that of x
-        [3]  with `how.measure` the number of groups
-    So 2 ** ([2] / (8 * [3])) is by how much x has changed, relatively: the geometric mean over groups."""
+    These are added to `notes_N`, int64 [NOTES]:
+
+        [0]  the number of groups that no scale fits (not finite, or larger than the largest step);
+        [1]  nothing: it belongs to the lossless codec;
+        [2]  with `how.measure`, the sum over groups of the size byte of x's difference to the newest reconstruction,
+             minus the size byte of x, regardless of how x is predicted;
+        [3]  with `how.measure`, the number of groups.
+
+    So 2 ** ([2] / (8 * [3])) is the relative change of x, as a geometric mean over groups.
+    """
     x = x_BLHD.float()
     predicted = _predicted(known, how.factor if how.linear else None)
     residual_GC = _in_groups(x - predicted)
@@ -118,7 +124,7 @@ def encode_residual(
     if how.measure:
         _note_sizes(_in_groups(x - known.last.float()), x, notes_N)
     half, step_G = 2 ** (bits - 1), _steps(scale_G)
-    # Of a group without scale this gives numbers of no meaning; the next line replaces them.
+    # For a group without scale this gives meaningless numbers; the next line replaces them.
     magnitude_GC = (residual_GC.abs() * (1 / step_G)[..., None]).clamp_(max=half - 1).to(torch.int32)
     code_GC = torch.where(residual_GC.signbit(), half - 1 - magnitude_GC, half + magnitude_GC)
     code_GC = code_GC.masked_fill_(((scale_G == 0) | (scale_G == BAD))[..., None], 0)
@@ -129,8 +135,11 @@ def encode_residual(
 
 
 def note_change(x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
-    """Adds to notes [2] and [3] what `encode_residual` adds with `how.measure`, of a tensor that travels as it is and
-    is predicted to be as it was; then last becomes x."""
+    """Add the relative change of a tensor that is sent uncoded to notes [2] and [3], as `encode_residual` does with
+    `how.measure`.
+
+    Then copy x into `last_BLHD`.
+    """
     x = x_BLHD.float()
     _note_sizes(_in_groups(x - last_BLHD.float()), x, notes_N)
     last_BLHD.copy_(x_BLHD)
@@ -139,8 +148,12 @@ def note_change(x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
 def decode_residual(
     code_BLHW: Tensor, known: Reconstructions, factor: float | None, bits: int, onward: Onward | None = None
 ) -> None:
-    """Writes the next reconstruction from a code and, with `onward`, the operand that continues it. factor: of the
-    linear continuation that predicted it, None for the newest one."""
+    """Decode a code: write the next reconstruction over the older one and, with `onward`, the operand that continues
+    it.
+
+    Args:
+        factor: of the linear continuation that predicted x; None if the newest reconstruction did.
+    """
     D = known.last.shape[-1]
     width = math.ceil(D * bits / 8)
     code_GC = _in_groups(_unpacked(code_BLHW[..., :width], D, bits))
@@ -152,17 +165,19 @@ def decode_residual(
 
 
 def continue_linearly(last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
-    """Writes the operand that continues two reconstructions."""
+    """Write the operand that continues two reconstructions linearly."""
     _write(onward.out_BLHD, _continued(Reconstructions(last_BLHD, before_BLHD), onward.factor))
 
 
 def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
+    """Return the prediction, limited in magnitude, in float32."""
     forecast = _continued(known, factor)
     low = torch.tensor(-LIMIT, device=forecast.device)
     return torch.fmin(torch.fmax(forecast, low), -low)
 
 
 def _continued(known: Reconstructions, factor: float | None) -> Tensor:
+    """Return the newest reconstruction, or its linear continuation by `factor`, in float32."""
     last = known.last.float()
     if factor is None or known.before is None:
         return last
@@ -170,25 +185,26 @@ def _continued(known: Reconstructions, factor: float | None) -> Tensor:
 
 
 def _write(target: Tensor, x: Tensor) -> None:
-    """Rounds to the target's dtype."""
+    """Round x to the target's dtype and write it there; in float16 it is limited to finite numbers."""
     most = torch.finfo(target.dtype).max
     target.copy_(x.clamp(-most, most) if target.dtype == torch.float16 else x)
 
 
 def _write_state(known: Reconstructions, predicted_BLHD: Tensor, values_GC: Tensor) -> None:
+    """Write the sum of prediction and values over the older reconstruction."""
     target = known.older
     _write(target, predicted_BLHD + values_GC.flatten(-2)[..., : target.shape[-1]])
 
 
 def _in_groups(x_BLHD: Tensor) -> Tensor:
-    """[B, L, H, groups, 32], the last group filled up with zeros."""
+    """Return a view or copy [B, L, H, groups, 32], the last group filled up with zeros."""
     missing = -x_BLHD.shape[-1] % GROUP
     padded = torch.nn.functional.pad(x_BLHD, (0, missing)) if missing else x_BLHD
     return padded.unflatten(-1, (-1, GROUP))
 
 
 def _scale_bytes(residual_GC: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Of every group its scale byte, int32, and how many groups no scale fits."""
+    """Return the scale byte of every group (int32), and the number of groups that no scale fits."""
     size_GC = residual_GC.abs()
     largest_G = _largest(size_GC)
     not_finite_G = ~torch.isfinite(largest_G)
@@ -202,27 +218,34 @@ def _scale_bytes(residual_GC: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor
 
 
 def _note_sizes(residual_GC: Tensor, x_BLHD: Tensor, notes_N: Tensor) -> None:
+    """Add to notes [2] and [3] the size of residuals relative to x."""
     difference_G = _size_byte(residual_GC) - _size_byte(_in_groups(x_BLHD))
     notes_N[2] += difference_G.sum()
     notes_N[3] += difference_G.numel()
 
 
 def _size_byte(values_GC: Tensor) -> Tensor:
-    # NaN counts as infinity: some of its patterns would overflow.
+    """Return the size byte of every group."""
+    # NaN counts as infinity, because some of its bit patterns would overflow.
     return _byte_above(_largest(values_GC.abs()).nan_to_num_(math.inf, math.inf)).clamp_(0, LARGEST)
 
 
 def _largest(size_GC: Tensor) -> Tensor:
-    """By bit patterns, in which NaN comes after infinity and infinity after all numbers."""
+    """Return the largest number of every group, where NaN counts as larger than infinity. Bit patterns are compared."""
     return size_GC.contiguous().view(torch.int32).amax(-1).view(torch.float32)
 
 
 def _byte_above(step_G: Tensor, round_up: int = 0xFFFFF) -> Tensor:
-    """The byte of the smallest step that is not smaller, outside of 1 to 254 where there is none."""
+    """Return the byte of the smallest step that is not below `step_G`; outside of 1 to 254 if there is none.
+
+    Args:
+        round_up: added before the low bits are cut off; the default rounds up, 0x7FFFF to the nearest.
+    """
     return ((step_G.view(torch.int32) + round_up) >> 20) - ((127 + LOWEST) << 3) + 1
 
 
 def _best_of_two_bits(size_GC: Tensor, largest_G: Tensor, D: int) -> Tensor:
+    """Return the scale byte of every group whose step has the least squared error in 2 bits."""
     groups = groups_of(D)
     channels_G = torch.full((groups,), GROUP, dtype=torch.float32, device=size_GC.device)
     channels_G[-1] = D - GROUP * (groups - 1)
@@ -238,12 +261,13 @@ def _best_of_two_bits(size_GC: Tensor, largest_G: Tensor, D: int) -> Tensor:
 
 
 def _middle_below(byte_G: Tensor) -> Tensor:
-    """The middle of a byte's step and the one before."""
+    """Return the middle between a byte's step and the next smaller one."""
     return (_steps(byte_G - 1) + _steps(byte_G)) / 2
 
 
 def sum_of(x_GC: Tensor) -> Tensor:
-    """Over the last dimension, of as many numbers as a power of 2: the upper half added to the lower, and so on."""
+    """Sum over the last dimension, whose size is a power of 2, in a fixed order: upper half added to lower half, and so
+    on."""
     while x_GC.shape[-1] > 1:
         low_GC, high_GC = x_GC.chunk(2, -1)
         x_GC = low_GC + high_GC
@@ -251,19 +275,19 @@ def sum_of(x_GC: Tensor) -> Tensor:
 
 
 def _steps(scale_G: Tensor) -> Tensor:
-    """The step of every scale byte; what 0 and 255 give is not used."""
+    """Return the step of every scale byte. The results for 0 and 255 are not used."""
     return ((scale_G.to(torch.int32) - 1 + ((127 + LOWEST) << 3)) << 20).view(torch.float32)
 
 
 def _values(code_GC: Tensor, step_G: Tensor, scale_G: Tensor, bits: int) -> Tensor:
-    """What a code adds to the prediction."""
+    """Return the values that codes add to the prediction."""
     value_GC = (code_GC.float() + (0.5 - 2 ** (bits - 1))) * step_G[..., None]
     value_GC = value_GC.masked_fill_((scale_G == 0)[..., None], -0.0)  # changes no prediction, not even -0
     return value_GC.masked_fill_((scale_G == BAD)[..., None], math.nan)
 
 
 def _packed(code_BLHD: Tensor, bits: int) -> Tensor:
-    """Bytes of int32 codes."""
+    """Pack int32 codes into bytes, the first one in the lowest bits."""
     in_byte = 8 // bits
     code_BLHD = torch.nn.functional.pad(code_BLHD.to(torch.uint8), (0, -code_BLHD.shape[-1] % in_byte))
     packed = code_BLHD[..., ::in_byte].clone()
@@ -273,6 +297,6 @@ def _packed(code_BLHD: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, D: int, bits: int) -> Tensor:
-    """[B, L, H, D] of uint8."""
+    """Unpack bytes into codes, uint8 [B, L, H, D]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)[..., :D]

@@ -1,4 +1,4 @@
-"""Whether a device's operations give what torch's do, on small tensors: what no machine without it can show."""
+"""A comparison of a device's operations with torch's on small tensors, for machines on which no test has run."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from cocodiff.kernels.lossless import CODED, Known, least_room
 from cocodiff.kernels.reference import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
 
-STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # relative: an ulp, and some of float32's
+# Allowed relative error: one ulp, and several for float32.
+STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 B, L, H, D = 1, 70, 3, 128
 
 
 class KernelTrial(NamedTuple):
-    """An operation on small tensors. shapes: of its results. difference: the greatest one from torch's. wrong: that it
-    failed, and how, or differs by more than docs/design.md allows; "" where it is right."""
+    """The result of trying one operation on small tensors."""
 
-    op: str
-    dtype: str
-    shapes: str
-    difference: float
-    wrong: str = ""
+    op: str  # name of the operation
+    dtype: str  # name of the tensors' dtype
+    shapes: str  # shapes of its results
+    difference: float  # largest absolute difference from the expected result
+    wrong: str = ""  # the error, or that it differs by more than rounding; "" if it is right
 
 
 def try_operations(ops: SyclOps | None, device: torch.device) -> list[KernelTrial]:
-    """All operations in all dtypes: SYCL's against torch's on the device; without SYCL torch's against the CPU's."""
+    """Try all operations in all dtypes. SYCL's are compared with torch's on the device; without SYCL torch's with the
+    CPU's."""
     return [_try(op, dtype, ops, device) for op in OPS for dtype in STEPS if op not in STREAMED or dtype in CODED]
 
 
 def _try(op: str, dtype: torch.dtype, ops: SyclOps | None, device: torch.device) -> KernelTrial:
+    """Run one operation on both paths and compare the results."""
     name, cpu = str(dtype).removeprefix("torch."), torch.device("cpu")
     try:
         found = _run(op, ops or TorchOps(), dtype, device)
@@ -50,9 +52,12 @@ def _try(op: str, dtype: torch.dtype, ops: SyclOps | None, device: torch.device)
 
 
 def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
+    """Run one operation on random tensors that are the same for every path. Return all tensors that it returned or
+    wrote."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        """Return normally distributed numbers on the device."""
         return torch.randn(shape, generator=generator).to(kind).to(device)
 
     x_BLHD, other_BLHD = random(B, L, H + 1, D)[:, :, :H], random(B, L, H, D)
@@ -69,10 +74,10 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
     if op == "qk_norm_rope":
         angles_LD = [random(L, D, kind=torch.float32) for _ in "cs"]
         return [ops.qk_norm_rope(x_BLHD, random(D), 1e-6, angles_LD, "pairs")]
-    index_K = torch.arange(0, L, 2, device=device)  # every second row, from one tensor or to another
+    index_K = torch.arange(0, L, 2, device=device)  # every second row
     all_N, some_N = (x_BLHD.new_zeros(rows * H * D) for rows in (L, len(index_K)))
     operand_BLHD, notes_N = torch.zeros_like(x_BLHD), torch.zeros(NOTES, dtype=torch.int64, device=device)
-    cases: dict[str, tuple[tuple[Any, ...], list[Tensor]]] = {  # arguments, and which tensors are written
+    cases: dict[str, tuple[tuple[Any, ...], list[Tensor]]] = {  # arguments, and the tensors that are written
         "pack": (([[x_BLHD]], [all_N]), [all_N]),
         "unpack": (([other_BLHD], [x_BLHD]), [x_BLHD]),
         "gather_pack": (([[Rows(x_BLHD[0], index_K, other_BLHD[0], index_K)]], [some_N]), [some_N, other_BLHD]),
@@ -86,7 +91,8 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
 
 
 def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructions) -> list[Tensor]:
-    """By a linear continuation, in all numbers of bits. What is decoded is what torch encoded."""
+    """Run an operation of the residual codec in 2, 4 and 8 bits, with a linear continuation. Decoding reads what torch
+    encoded."""
     assert known.before is not None
     found = []
     for bits in (2, 4, 8):
@@ -104,7 +110,8 @@ def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructi
 
 
 def _streamed(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, last_BLHD: Tensor, before_BLHD: Tensor) -> list[Tensor]:
-    """Two blocks of rows by a continuation. What is decoded is what torch encoded, most of it from the rests."""
+    """Run an operation of the lossless codec on two blocks of rows, with a continuation. Decoding reads what torch
+    encoded, most of it from the streams' second parts."""
     cut, device = Cut(1, (L - 1, 1)), x_BLHD.device
     cells, width = cut.cells(x_BLHD.shape), least_room(D) + 1
     places, written = stream_places(cells, D), [before_BLHD.clone() for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The model families, one file each: its adapter, and a `Family` record of everything else that is known of it."""
+"""The model families, one file each: an adapter, and a `Family` record with all other facts about the family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.registry import load
 from cocodiff.models.family import EXPERTS, Family, Pipelines
 
-# Where each family's record is, as "module:name". A record is imported when it is asked for.
+# The import string of each family's record, which is imported at its first use.
 FAMILIES: dict[str, str] = {
     "SD3 / SD3.5": "cocodiff.models.sd3:FAMILY",
     "FLUX.1": "cocodiff.models.flux:FAMILY",
@@ -23,16 +23,18 @@ FAMILIES: dict[str, str] = {
 
 
 def load_family(name: str) -> Family:
-    """The family of a name in FAMILIES."""
+    """Return the family of a name in FAMILIES."""
     return load(FAMILIES, name)
 
 
 def families() -> Iterator[Family]:
+    """Return all families."""
     return map(load_family, FAMILIES)
 
 
 def family_of(model: object, plan: object = None) -> Family:
-    """The family of a transformer, or what runs it by a plan (`by_plan.py`). Raises UserError that lists the known."""
+    """Return the family of a transformer, or one that runs it by a plan (`by_plan.py`). Raise UserError if there is
+    neither."""
     for family in families() if plan is None else ():
         if family.has(type(model)):
             return family
@@ -40,10 +42,9 @@ def family_of(model: object, plan: object = None) -> Family:
 
 
 def pipelines_of(pipeline: str, model: str, transformer: str = "") -> Pipelines:
-    """The pipelines that share their weights with the class that a model's `model_index.json` names.
-
-    transformer: the class of its transformer, which may run by a plan without a family. Raises UserError for a class
-    that neither has."""
+    """Return the pipelines that share their weights with the class that a model's `model_index.json` names.
+    transformer: class of its transformer, which may run by a plan without a family. Raise UserError for a class that
+    neither has."""
     known = [pipelines for family in families() for pipelines in family.pipelines]
     for pipelines in known:
         if pipeline in pipelines.classes:
@@ -58,9 +59,8 @@ def pipelines_of(pipeline: str, model: str, transformer: str = "") -> Pipelines:
 
 
 def experts_of(target: Any) -> list[Any]:
-    """The transformers of a pipeline, or the transformer itself: of Wan 2.2 two that take turns in a run.
-
-    Raises UserError where there is none, and for two that ranks cannot share alike."""
+    """Return the transformers of a pipeline, or a bare transformer as a list. Wan 2.2 has two that take turns in a run.
+    Raise UserError if there is none, or for two of different classes."""
     from torch import nn
 
     found = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in EXPERTS]

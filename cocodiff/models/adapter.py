@@ -1,6 +1,6 @@
-"""The seam between a model and the engine. An adapter knows one family of transformers and nothing of communication:
-which modules attend, how their q, k and v come about, which segments a sequence has, what is sharded where the tokens
-enter and gathered where they leave. `docs/models.md` tells how one is written."""
+"""The interface between a model and the engine. An adapter knows one family of transformers and nothing of
+communication: the modules that attend, the projection of their q, k and v, the segments of a sequence, and the places
+where tokens are cut and gathered. `docs/models.md` explains how to write one."""
 
 from __future__ import annotations
 
@@ -24,44 +24,45 @@ IMAGE, TEXT = "image", "text"
 
 
 def image_segment(tokens: int) -> Segment:
-    """An image's tokens change little from step to step, so V-Major may keep some back. Every rank has some."""
+    """Return the segment of an image. Every rank has some of its tokens. They change little from step to step, so
+    V-Major may leave some unsent."""
     return Segment(IMAGE, tokens, on_every_rank=True, may_stay=True)
 
 
 def text_segment(tokens: int) -> Segment:
-    """A text's tokens: few, and some ranks may have none."""
+    """Return the segment of a text. It has few tokens, and some ranks may have none."""
     return Segment(TEXT, tokens, extras_from="back")
 
 
 def image_and_text(image_tokens: int, text_tokens: int, text_first: bool = False) -> tuple[Segment, Segment]:
-    """Joint attention over both, in the model's order."""
+    """Return the segments of joint attention over an image and a text, in the model's order."""
     image, text = image_segment(image_tokens), text_segment(text_tokens)
     return (text, image) if text_first else (image, text)
 
 
 NOWHERE: Plan = {}
 Arguments = dict[str, Any]
-Forward = Callable[..., Any]  # of a module, which is its first argument
+Forward = Callable[..., Any]  # a module's forward, with the module as its first argument
 
 
 class Host(Protocol):
-    """What runs a model on several ranks, as its attention processors see it: the engine."""
+    """The engine, as attention processors see it: it runs a model on several ranks."""
 
     @property
     def segments(self) -> Segments:
-        """Of the model's current call, as the adapter says them."""
+        """The segments of the model's current call, from the adapter."""
         ...
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
-        """Attention of this rank's rows to all rows: [B, L, H, D]. layer: the name of the module that attends."""
+        """Return attention of this rank's rows to all rows: [B, L, H, D]. layer: name of the module that attends."""
         ...
 
 
 class AttentionProcessor:
-    """What a family's processors are made from. layer: the name of the module that attends."""
+    """The base of the families' attention processors."""
 
     def __init__(self, host: Host, layer: str, kernels: Kernels, replaced: Any) -> None:
-        """replaced: the processor that this one stands in for."""
+        """Stand in for the processor `replaced`. layer: name of the module that attends."""
         self._host, self._layer, self._kernels, self._replaced = host, layer, kernels, replaced
 
     def _attend(self, qkv: LazyQKV) -> Tensor:
@@ -69,27 +70,28 @@ class AttentionProcessor:
 
 
 class Adapter:
-    """One model family. What most families share stands here; a family overrides what is different."""
+    """One model family's behaviour in parallel. The defaults suit most families; a family overrides what differs."""
 
-    unsupported: ClassVar[dict[str, str]] = {}  # arguments of a call that shards would misread, and why
-    plan: Plan = NOWHERE  # where tokens are cut and gathered, by the names of segments
-    attention_kwargs = "joint_attention_kwargs"  # the name of the argument that reaches attention processors
+    unsupported: ClassVar[dict[str, str]] = {}  # arguments that are wrong for a rank's part of the tokens: the reasons
+    plan: Plan = NOWHERE  # the places where tokens are cut and gathered, by names of segments
+    attention_kwargs = "joint_attention_kwargs"  # the argument that is passed on to attention processors
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
-        """Ours for each of diffusers' processors that does nothing but the family's plain attention."""
+        """Return our processor for each of diffusers' processors that computes just the family's plain attention."""
         return {}
 
     def blocks(self) -> dict[type, Forward]:
-        """Ours in the place of the forward of diffusers' blocks: what the block does, with `LazyQKV.meanwhile` for what
-        it computes beside its attention. A block whose forward somebody else has replaced keeps that one."""
+        """Return our forward for some of diffusers' classes of blocks. It computes the same, and gives
+        `LazyQKV.meanwhile` the work beside attention. A block whose forward was replaced by others keeps that one."""
         return {}
 
     def attention_arguments(self, model: Any) -> set[str]:
-        """Arguments for attention that may be passed on: the scale of LoRA layers, which diffusers takes out."""
+        """Return the names of arguments that may be passed on to attention: the scale of LoRA layers, which diffusers
+        removes."""
         return {"scale"}
 
     def check_call(self, model: Any, arguments: Arguments) -> None:
-        """Raises UserError for arguments of the model that its shards would misread."""
+        """Raise UserError for arguments of a call that would be wrong for a rank's part of the tokens."""
         for name, reason in self.unsupported.items():
             if arguments.get(name) is not None:
                 raise UserError(reason)
@@ -101,7 +103,8 @@ class Adapter:
             )
 
     def _check_residuals(self, arguments: Arguments, tokens: Mapping[str, int]) -> None:
-        """Lists that are cut where the model is called are a ControlNet's. tokens: of each segment."""
+        """Raise UserError for a ControlNet's residuals that cannot be cut. They are the lists that the plan cuts at the
+        model's call. tokens: number of each segment."""
         for name, cut in self.plan.get("", {}).items():
             given = arguments.get(name)
             for x in given if isinstance(given, list | tuple) else ():
@@ -112,32 +115,32 @@ class Adapter:
                     )
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
-        """What the sequence of joint attention consists of in a call of the model, in the model's order, from the
-        call's arguments."""
+        """Return the segments of joint attention in a call of the model, in the model's order, from the call's
+        arguments."""
         image, text = arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1]
         return image_and_text(image, text, text_first=True)
 
     def heads(self, model: Any) -> tuple[int, int]:
-        """How many heads attention has, and how wide one is: what a mesh is chosen by."""
+        """Return the number of attention heads and the channels of a head, by which a mesh is chosen."""
         return model.config.num_attention_heads, model.config.attention_head_dim
 
     def exchange_settings(self, settings: Any) -> Any:
-        """The settings by which several ranks exchange what they share. Raises UserError for those with which the
-        family has no parallel form."""
+        """Return the settings for an exchange between several ranks. Raise UserError for those without a parallel form
+        here."""
         return settings
 
     def called_with(self, arguments: Arguments) -> tuple[Tensor, Any, Tensor | None]:
-        """Of a call: what is denoised, its timestep, and the text, as far as there are any."""
+        """Return the sample that a call denoises, its timestep, and the text. The latter two may be None."""
         return arguments["hidden_states"], arguments.get("timestep"), arguments.get("encoder_hidden_states")
 
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
-        """Gives every attention module of a model the family's processor, blocks the family's forward, and modules at
-        which tokens are cut and gathered their hooks; the returned function puts the old ones back.
+        """Make a model parallel: replace the processor of every attention module and the forward of some blocks, and
+        put hooks where tokens are cut and gathered. Return a function that undoes this.
 
-        Raises UserError, with the model as it was, where one does something else than the family's plain attention, in
-        one process, with torch's own kernels: it would attend to a shard.
+        Raise UserError, with the model as it was, if a module does anything else than the family's plain attention by
+        torch's own kernels in one process: it would attend to this rank's tokens alone.
         """
-        # Module by module, in one walk: `model.set_attn_processor` walks over the whole model three times.
+        # Module by module in one pass: `model.set_attn_processor` makes three passes over the whole model.
         attending = [(name, module, module.processor) for name, module in attention_modules(model)]
         ours = self.processors()
         shards = ShardedModel(self.plan, model, host) if host.size > 1 else None
@@ -158,26 +161,29 @@ class Adapter:
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
-    """The modules that attend, with their names."""
+    """Return the modules that attend, with their names."""
     return [(name, module) for name, module in model.named_modules() if attends(module)]
 
 
 def attends(module: nn.Module) -> bool:
+    """Return True if a module has an attention processor."""
     return getattr(module, "processor", None) is not None
 
 
 def put_back(module: Any, own: Any, before: Any) -> None:
-    if module.processor is own:  # and not one that somebody has put there since
+    """Give a module its former processor, unless its processor is no longer ours."""
+    if module.processor is own:  # else a caller has replaced it since
         module.set_processor(before)
 
 
 def compute_block(block: nn.Module, ours: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run our forward of a block, or the block's own if that is not its class's."""
     is_plain = forward == MethodType(type(block).forward, block)
     return ours(block, *args, **kwargs) if is_plain else forward(*args, **kwargs)
 
 
 def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
-    """Raises UserError where a processor of ours is no longer its module's. placed: names, modules, processors."""
+    """Raise UserError if a module's processor is no longer ours. placed: name, module and processor of each."""
     for name, module, own in placed:
         if module.processor is not own:
             raise UserError(
@@ -187,7 +193,8 @@ def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
 
 
 def form_of(value: Any) -> Any:
-    """What tells calls of a model apart that attend in another way: arguments' shapes, and whatever is no tensor."""
+    """Return a key for the form of a call: shapes and dtypes of tensors, and values of other arguments. Calls of one
+    form attend in the same way."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, dict):
@@ -198,11 +205,13 @@ def form_of(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a value, in an order that its form tells."""
+    """Return all tensors in a value, in an order that depends only on its structure."""
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:
+    """Raise UserError if a module's processor or projections do not compute plain attention. plain: supported
+    processors."""
     if type(processor) not in plain:
         raise UserError(
             f"{name}.processor is a {type(processor).__name__}, which has no parallel form (plain joint attention "

@@ -1,5 +1,8 @@
-"""Any transformer by a plan (`plan.py`), without an adapter of its own: tokens are cut and gathered where the plan says
-so, and attention is taken where torch computes it, in the order in which the model computes q, k and v."""
+"""Any transformer by a plan (`plan.py`), without an adapter of its own.
+
+Tokens are cut and gathered where the plan says. Attention is intercepted where torch computes it, and q, k and v are
+computed in the model's own order.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from cocodiff.topology.layout import Segment, Segments
 
 
 class PlanAdapter(Adapter):
-    """A class of transformers by its plan."""
+    """The adapter of a class of transformers that runs by a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -41,7 +44,7 @@ class PlanAdapter(Adapter):
         return
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
-        """Those of a call are known when they are cut."""
+        """Return no segments: they are found when the call's tokens are cut."""
         return ()
 
     def heads(self, model: Any) -> tuple[int, int]:
@@ -78,7 +81,8 @@ class PlanAdapter(Adapter):
 
 
 def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Family:
-    """What runs a model by a plan: the one given, one of ours, or its class's own. Raises UserError without one."""
+    """Return a family that runs a model by a plan: `plan`, one of ours, or its class's own. Raise UserError if there is
+    none."""
     kind, plan = type(model), plan_of(model) if plan is None else plan
     if plan is None:
         raise UserError(
@@ -90,26 +94,27 @@ def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Fa
 
 
 def check_attention(modules: Iterable[tuple[str, Any]]) -> None:
-    """Raises UserError for attention that torch's function does not compute. Projections may be fused."""
+    """Raise UserError for attention that torch's function does not compute. Fused projections are allowed."""
     for name, module in modules:
         check_plain(name, None, module.processor, (type(module.processor),))
 
 
 class PlannedModel(ShardedModel):
-    """A model between entering and leaving the engine."""
+    """A model that runs by a plan, while the engine is entered."""
 
     def __init__(self, plan: Plan, model: nn.Module, host: Any) -> None:
         super().__init__(plan, model, host)
         self._attending = attention_modules(model)
         self._attention = PlannedAttention(host, (name for name, _ in self._attending))
         self._signature = signature_of(model)
-        # By the form of a call: how each attention goes on, and what is gathered where.
+        # By the form of a call: how each attention is computed, and the segment of each gather.
         self._known: dict[Any, tuple[dict[LayerName, Followed], dict[str, Segment]]] = {}
-        self._marks: Marks | None = None  # while a call is followed
+        self._marks: Marks | None = None  # the tensors with own tokens, in the first call of a form
         self._within: AbstractContextManager[Any]  # entered in modules that attend
         self._begin(None)
 
     def attach(self) -> Callable[[], None]:
+        """Put hooks on the model and replace its forward. Return a function that undoes this."""
         undo = ExitStack()
         for step in self._steps:
             if step.name:
@@ -124,6 +129,7 @@ class PlannedModel(ShardedModel):
     # One call of the model ------------------------------------------------------------------------------------------
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model: cut its arguments, replace its attention, gather its outputs."""
         # A user may have changed the model since it was entered.
         check_attention(self._attending)
         self._check_in_place()
@@ -136,11 +142,11 @@ class PlannedModel(ShardedModel):
             self._cut_arguments(step, bound.arguments)
         args, kwargs = as_given(bound, args, kwargs)
         functions = TorchFunctions(self._attend, self._marks)
-        # Where every attention is known to be a module's, functions need be seen in these modules alone.
+        # If all attention is known to be in attention modules, torch's functions are intercepted in these alone.
         whole = self._marks is not None or any(name.startswith(OUTSIDE) for name in self._followed)
         self._within = nullcontext() if whole else functions
         if self._host.compiler is not None:
-            self._host.compiler.paused = whole  # torch's functions are not seen in compiled blocks
+            self._host.compiler.paused = whole  # torch's functions cannot be intercepted in compiled blocks
         with functions if whole else nullcontext():
             try:
                 output = forward(*args, **kwargs)
@@ -155,31 +161,34 @@ class PlannedModel(ShardedModel):
         return output
 
     def _begin(self, form: Any) -> None:
+        """Reset what is known of the current call. form: its form, None outside of calls."""
         self._followed, self._leaving = self._known.get(form, ({}, {}))
         self._marks = Marks() if form not in self._known else None
         self._of_length: dict[int, Segment] = {}
         self._named: dict[str, int] = {}
         self._inside: list[str] = []
-        self._called: dict[str, str] = {}  # kinds of attention that got own tokens, and what they are
+        self._called: dict[str, str] = {}  # kinds of attention modules that received own tokens, with their classes
         self._within = nullcontext()
         self._attention.begin(self._followed, self._marks)
 
     def _enter(self, name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not self._inside:  # entered twice, it would see what it calls itself
+        """Note that an attention module is called, and begin to intercept torch's attention."""
+        if not self._inside:  # entered twice, it would intercept its own calls
             self._within.__enter__()
         self._inside.append(name)
         if self._marks is not None and (self._marks.any_of(args) or self._marks.any_of(kwargs.values())):
             self._called[kind_of(name)] = f"{type(module).__name__} with {type(module.processor).__name__}"
 
     def _leave(self) -> None:
+        """Note that an attention module has returned."""
         if self._inside:
             self._inside.pop()
             if not self._inside:
                 self._within.__exit__(None, None, None)
 
     def _check_followed(self) -> None:
-        """Raises UserError for attention of a shard that torch's function did not compute. Some blocks may skip theirs
-        (LTX-2's guidance by perturbed attention), but not all of a kind."""
+        """Raise UserError for attention to own tokens that torch's function did not compute. Some blocks may skip
+        theirs (LTX-2's guidance by perturbed attention), but not all of a kind."""
         for kind in self._called.keys() - {kind_of(name) for name in self._followed}:
             raise UserError(
                 f"{kind}, {self._called[kind]}, attends to a shard by other means than torch's "
@@ -187,10 +196,10 @@ class PlannedModel(ShardedModel):
             )
 
     def _check_all_are_cut(self, given: Arguments, error: RuntimeError) -> None:
-        """Names, in a RuntimeError, the arguments of a call that torch has failed in which are not cut and may have as
-        many tokens as others of which ranks hold some."""
+        """Raise a RuntimeError that names uncut arguments which may have as many tokens as cut ones, if a first call
+        has failed. Else return."""
         sample, cut = next(iter(given)), {name for step in self._steps for name in step.arguments}
-        sides = tensors_in(given.pop(sample))[0].shape[2:]  # of what becomes the tokens
+        sides = tensors_in(given.pop(sample))[0].shape[2:]  # sides of the sample, which becomes the tokens
         whole = [
             f"{name} {list(x.shape)}"
             for name, value in given.items()
@@ -205,7 +214,7 @@ class PlannedModel(ShardedModel):
             ) from error
 
     def _cut(self, cut: Cut, whole: Tensor, name: str) -> Tensor:
-        """This rank's tokens."""
+        """Return this rank's tokens of a tensor. Raise UserError if the plan does not fit it."""
         if self._marks is not None and whole in self._marks:
             raise UserError(f"the plan cuts {name!r} a second time: its tokens are cut before")
         tokens = whole.shape[cut.dim]
@@ -224,7 +233,8 @@ class PlannedModel(ShardedModel):
         return own
 
     def _segment(self, tokens: int, name: str) -> Segment:
-        """Tokens that are equally many are taken for the same: they are divided alike in any case."""
+        """Return the segment of so many tokens. Tensors with equally many tokens share a segment, as these are divided
+        equally in any case."""
         if tokens not in self._of_length:
             taken = {one.name for one in self._of_length.values()}
             new = Segment(name if name not in taken else f"{name} ({tokens})", tokens, on_every_rank=True)
@@ -233,6 +243,7 @@ class PlannedModel(ShardedModel):
         return self._of_length[tokens]
 
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
+        """Return all tokens of a tensor. Raise UserError if the tensor does not hold one segment's own tokens."""
         rows, sequence = x.shape[gather.dim], self._host.sequence
         if self._marks is not None:
             facts = sequence.transport.values_of_all([rows, x in self._marks])
@@ -251,13 +262,15 @@ class PlannedModel(ShardedModel):
         return whole
 
     def _attend(self, *qkv: Tensor, **call: Any) -> Tensor:
+        """Compute one attention call of torch, in the attention module that is being called."""
         return self._attention.attend(self._inside[-1] if self._inside else OUTSIDE, *qkv, **call)
 
 
-OUTSIDE = "attention"  # the layer of what no module with a processor computes
+OUTSIDE = "attention"  # name of the layer for attention outside of attention modules
 
 
 def _first_tensor(value: Any) -> Any:
+    """Return the first tensor of nested lists, or the value itself."""
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return value

@@ -1,5 +1,5 @@
-"""Refuses transformers that ranks cannot share, in words that help: when one is made parallel, and at each of its
-calls, since a user may change it in between."""
+"""Checks that refuse transformers which ranks cannot share, with errors that help. They run when a model is made
+parallel, and at each of its calls, since a user may change it in between."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from torch import Tensor, nn
 
 from cocodiff.config.errors import UserError
 
-# Caches of diffusers that go by the number of calls, which all ranks have in common, and were seen to give one
-# process's images on several ranks. Others decide by what a rank sees of its own tokens, or are not known.
+# Caches of diffusers that decide by the number of calls, which is the same on all ranks. On several ranks they were
+# found to give one process's images. Others decide by a rank's own tokens, or are not known.
 COUNTING_CACHES = ("PyramidAttentionBroadcastHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook")
 
 
 def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], is_traced: bool = False) -> None:
-    """modules: with their names; the transformer's own is empty. is_traced: whether they are called by what is
-    compiled. Raises UserError for those that are compiled."""
+    """Raise UserError for modules that torch.compile has compiled.
+
+    Args:
+        modules: with their names, "" for the transformer itself
+        is_traced: True if compiled code is calling the modules
+    """
     for name, module in modules:
         if is_traced or module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             raise UserError(
@@ -31,7 +35,7 @@ def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], is_traced: bool
 
 
 def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's hook; where torch.compile traces what calls the model it raises UserError."""
+    """Return a model's hook that raises UserError if torch.compile traces the model's caller."""
 
     def call(is_traced: bool, model: nn.Module, *arguments: Any) -> Any:
         check_not_compiled([("", model)], is_traced=is_traced)
@@ -42,9 +46,15 @@ def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_caches(modules: Iterable[tuple[str, nn.Module]], own: str, ranks: int) -> str:
-    """The kind of a cache of diffusers on a model, "" where there is none. modules: with their names, the transformer
-    first. own: the setting `step_cache`. Raises UserError for one beside our own, and on several ranks for one that
-    lets every rank decide for itself what to compute: ranks that disagree wait for each other for ever."""
+    """Return the class name of a cache hook of diffusers on a model, "" if there is none. Raise UserError for a cache
+    beside `step_cache`, and on several ranks for one by which each rank decides itself what to compute: ranks that
+    disagree wait for each other forever.
+
+    Args:
+        modules: with their names, the transformer first
+        own: the setting `step_cache`
+        ranks: number of ranks
+    """
     found = ""
     for name, hook in stateful_hooks(modules):
         found, config = found or type(hook).__name__, getattr(hook, "config", None)
@@ -66,21 +76,23 @@ def check_caches(modules: Iterable[tuple[str, nn.Module]], own: str, ranks: int)
 
 
 def stateful_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
-    """Hooks of diffusers that keep something between calls, with the names of their modules."""
+    """Yield diffusers' hooks that keep something between calls, with the names of their modules."""
     for name, module in modules:
         registry: Any = vars(module).get("_diffusers_hook")
         yield from ((name, hook) for hook in (registry.hooks.values() if registry else ()) if hook._is_stateful)
 
 
 def called_often(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The transformer and its blocks: what compilers and caches are put on, few enough to be looked at in each call."""
+    """Return the transformer and its blocks, with names. Compilers and caches are put on these; they are few enough to
+    check in each call."""
     lists = [(name, part) for name, part in model.named_children() if isinstance(part, nn.ModuleList)]
     return [("", model), *((f"{name}.{number}", block) for name, part in lists for number, block in enumerate(part))]
 
 
 def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """Raises UserError for a call whose gradients somebody wants: none pass from rank to rank. That is an argument
-    which requires them, or a model in training; parameters alone do so in every script that forgets `no_grad`."""
+    """Raise UserError for a call whose gradients are wanted, since none pass between ranks. They are wanted if an
+    argument requires them or the model is in training mode. Parameters alone require them in every script without
+    `no_grad`."""
     if not torch.is_grad_enabled():
         return
     wanted = [name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
@@ -94,12 +106,12 @@ def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def signature_of(module: Any) -> inspect.Signature:
-    """What a module is called with, by its class: somebody's own `forward` may take `*args`."""
+    """Return the signature of a module's forward in its class. A replaced `forward` may take `*args`."""
     return inspect.signature(MethodType(type(module).forward, module))
 
 
 def replace(of: Any, name: str, value: Any) -> Callable[[], None]:
-    """Sets an attribute; the returned function puts the old one back, unless others have set it since."""
+    """Set an attribute. Return a function that puts the old one back, unless others have set it since."""
     before = vars(of).get(name, of)
     vars(of)[name] = value
 
@@ -111,8 +123,8 @@ def replace(of: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def replace_forward(module: Any, compute: Callable[..., Any]) -> Callable[[], None]:
-    """In each call of a module, `compute(forward, ...)` stands in the place of `forward(...)`; of several the last one
-    is outermost. The returned function takes it away, also from what somebody has kept of the module's call."""
+    """Have `compute(forward, ...)` called in place of a module's `forward(...)`; of several the last one is outermost.
+    Return a function that undoes this, also for references to the module's call that others keep."""
     call = module._call_impl
     if getattr(call, "func", None) is not call_with:
         call = module._call_impl = partial(call_with, [], module, call)
@@ -128,7 +140,8 @@ def replace_forward(module: Any, compute: Callable[..., Any]) -> Callable[[], No
 
 
 def call_with(computes: list[Any], module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In the place of torch's `_call_impl`, which looks up `forward` and runs a module's hooks around it."""
+    """Call a module with `computes` around its forward. It replaces torch's `_call_impl`, which looks up `forward` and
+    runs the module's hooks."""
     forward = module.forward
     for compute in computes:
         forward = wraps(forward)(partial(compute, forward))

@@ -1,4 +1,4 @@
-"""Decoding latents into images, on one rank, or in tiles or bands on all: a pipeline's VAE in a `with` block."""
+"""Decoding of latents into images by a pipeline's VAE: on one rank, or in tiles or bands on all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from cocodiff.config.errors import UserError
 from cocodiff.models.checks import replace
 
 VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
-PARTS = ("encoder", "quant_conv", "decoder", "post_quant_conv")  # what encoding and decoding call
+PARTS = ("encoder", "quant_conv", "decoder", "post_quant_conv")  # the parts of a VAE that encoding and decoding call
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+# Classes of layers, of torch and of diffusers, that give the right result in bands.
 OF_TORCH = (
     *("ModuleList", "Sequential", "Identity", "Dropout", "SiLU", "ReLU", "GELU", "Mish"),
     *("Linear", "Conv2d", "GroupNorm", "ZeroPad2d"),
@@ -41,35 +42,38 @@ OF_DIFFUSERS = (
 
 
 def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[], object]]:
-    """Puts the calls that the setting `vae` asks for in the place of a VAE's own; gives what takes each off.
-
-    Raises UserError for `tiled` with a VAE that has no tiles, and for `sharded` with one that is not known in bands."""
+    """Replace a VAE's `encode` and `decode` as the setting `vae` asks. Yield functions that undo it. Raise UserError
+    for `tiled` with a VAE without tiles, and for `sharded` with one that is not known in bands."""
     if how == "all" or (how == "one" and transport.size == 1):
         return
     shared = {"one": OneRankVAE, "tiled": TiledVAE, "sharded": ShardedVAE}[how](vae, transport)
     for name in ("encode", "decode"):
         if hasattr(shared, name):
             calls = [getattr(vae, name), getattr(shared, name)]
-            yield calls.pop  # should others have kept what calls the last one
+            yield calls.pop  # for references to the replaced function that others keep
             yield replace(vae, name, lambda *args, _calls=calls, **kwargs: _calls[-1](*args, **kwargs))
 
 
 class SharedVAE:
+    """A pipeline's VAE whose work ranks share. A subclass says how."""
+
     def __init__(self, vae: Any, transport: Transport) -> None:
         self._vae, self._transport, self._decode = vae, transport, vae.decode
 
     def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
-        """As the VAE's own. Every rank calls it with the same latents and gets the same image, on its own device."""
+        """Decode latents as the VAE does. Every rank calls it with the same latents and gets the same image, on its own
+        device."""
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         image = self._image(z, **options)
         return DecoderOutput(sample=image) if return_dict else (image,)
 
     def _image(self, z: Tensor, **options: Any) -> Tensor:
+        """Return the image of latents."""
         raise NotImplementedError
 
     def _copy(self, tiling: bool) -> Any:
-        """The VAE as its class has it, with the same weights; tiling: its `use_tiling`."""
+        """Return a copy of the VAE with its class's own methods and the same weights. tiling: its `use_tiling`."""
         vae: Any = object.__new__(type(self._vae))
         own = {name: value for name, value in vars(self._vae).items() if name not in ("encode", "decode")}
         vars(vae).update(own, use_tiling=tiling)
@@ -77,8 +81,8 @@ class SharedVAE:
 
 
 class OneRankVAE(SharedVAE):
-    """Rank 0 decodes: the others neither spend the time nor need the memory, they are sent the image. Encoding draws
-    from the pipeline's random generators, so every rank does it."""
+    """A VAE with which rank 0 decodes and sends the image to the others, which need neither the time nor the memory.
+    Every rank encodes, since encoding uses the pipeline's random generators."""
 
     def _image(self, z: Tensor, **options: Any) -> Tensor:
         image = self._decode(z, return_dict=False, **options)[0].cpu() if self._transport.rank == 0 else None
@@ -87,38 +91,39 @@ class OneRankVAE(SharedVAE):
 
 
 class TiledVAE(SharedVAE):
-    """All ranks decode, each some of the tiles that the VAE cuts by itself once its `enable_tiling()` was called: the
-    image is bit for bit that of one process with tiling.
+    """A VAE with which each rank decodes some of the tiles that the VAE cuts itself after `enable_tiling()`. The image
+    is bit for bit that of one process with tiling.
 
-    How an image is cut and how tiles are blended stays the VAE's own affair. Its `decode` runs twice, on copies that
-    share its weights and have another decoder: first one that only notes its calls, then, when every rank has decoded
-    its part of these calls and sent the results to all, one that returns these in order. An image no larger than a tile
-    is one call, which rank 0 makes.
+    The VAE itself cuts the latents and blends the tiles. Its `decode` runs twice, on copies that share its weights and
+    have another decoder. The first decoder only records its calls. Then every rank decodes its part of the calls and
+    sends the results to all. The second decoder returns these in order. An image no larger than a tile is one call,
+    which rank 0 makes.
 
-    Memory: a rank decodes one tile at a time, beside those that it has decoded. Then it holds all ranks' tiles (with
+    Memory: a rank decodes one tile at a time, and keeps those that it has decoded. Then it holds all ranks' tiles (with
     overlaps of a quarter up to 1.8 images), and with them its own twice more while they are sent, or the image once
     they are blended. Encoding is tiled as well, but every rank does all of it.
     """
 
     def __init__(self, vae: Any, transport: Transport) -> None:
-        """Raises UserError where the VAE has no tiles."""
+        """Raise UserError if the VAE has no tiles."""
         if not hasattr(vae, "use_tiling") or not isinstance(getattr(vae, "decoder", None), nn.Module):
             raise UserError(f"vae tiled: a {type(vae).__name__} does not decode in tiles; choose vae one or all")
         super().__init__(vae, transport)
 
     def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
-        """As the VAE's own with tiling. Every rank calls it, none waits for another."""
+        """Encode an image in tiles, as the VAE does. Every rank encodes it by itself."""
         return self._copy(tiling=True).encode(x, return_dict=return_dict, **options)
 
     def _image(self, z: Tensor, **options: Any) -> Tensor:
-        """With tiling. Raises UserError for latents of a video: its frames depend on each other."""
+        """Return the image of latents, decoded in tiles. Raise UserError for a video's latents: its frames depend on
+        each other."""
         if z.ndim == 5 and z.shape[2] > 1:
             raise UserError(f"vae tiled: {z.shape[2]} frames; only images are decoded in tiles: choose vae one or all")
         calls: list[partial[Tensor]] = []
 
         def note(tile: Tensor, *more: Any, **options: Any) -> Tensor:
             calls.append(partial(self._vae.decoder, tile, *more, **options))
-            return torch.empty_like(tile, device="meta")  # without numbers, which costs nothing to blend
+            return torch.empty_like(tile, device="meta")  # a meta tensor, which costs nothing to blend
 
         self._decode_with(note, z, **options)
         divided = share_tiles([call.args[0].numel() for call in calls], self._transport.size)
@@ -129,6 +134,7 @@ class TiledVAE(SharedVAE):
         return self._decode_with(lambda *_, **__: next(in_order), z, **options)
 
     def _decode_with(self, call: Callable[..., Tensor], z: Tensor, **options: Any) -> Tensor:
+        """Return what the VAE's tiled decoding makes of latents, with `call` in place of its decoder."""
         vae = self._copy(tiling=True)
         vae._modules = {**vae._modules, "decoder": _InPlaceOfDecoder(vae.decoder, call)}
         image: Tensor = vae.decode(z, return_dict=False, **options)[0]
@@ -136,7 +142,7 @@ class TiledVAE(SharedVAE):
 
 
 class _InPlaceOfDecoder(nn.Module):
-    """Has the layers of a decoder, which some VAEs look at, and does something else when it is called."""
+    """A module with a decoder's layers, which some VAEs look at, that calls another function."""
 
     def __init__(self, decoder: nn.Module, call: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -147,14 +153,15 @@ class _InPlaceOfDecoder(nn.Module):
 
 
 class ShardedVAE(SharedVAE):
-    """All ranks decode, each a band of the picture along its longer side, and encode so: the same as one process up to
-    rounding, since rows that layers need of other bands are sent (`Bands`). A rank needs the memory of its band.
+    """A VAE with which each rank encodes and decodes a band of the picture along its longer side. The result is that of
+    one process up to rounding, since rows of other bands that layers need are sent (`Bands`). A rank needs the memory
+    of its band.
 
-    There are no more bands than latent rows: ranks without one wait for the picture. A VAE's own tiles are left off.
+    There are at most as many bands as latent rows; ranks without one wait for the picture. The VAE's own tiling is off.
     """
 
     def __init__(self, vae: Any, transport: Transport) -> None:
-        """Raises UserError where the VAE has a layer that is not known in bands."""
+        """Raise UserError if the VAE has a layer that is not known in bands."""
         unknown = unknown_layer(vae)
         if unknown is not None:
             raise UserError(
@@ -163,14 +170,14 @@ class ShardedVAE(SharedVAE):
         super().__init__(vae, transport)
 
     def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
-        """As the VAE's own. Every rank calls it with the same image and gets the same distribution."""
+        """Encode an image as the VAE does. Every rank calls it with the same image and gets the same distribution."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
         def parameters(vae: Any, band: Tensor) -> Tensor:
             return vae.encode(band, return_dict=False, **options)[0].parameters
 
-        patch = getattr(self._vae.config, "patch_size", None)  # a whole number where the VAE itself cuts patches
+        patch = getattr(self._vae.config, "patch_size", None)  # a whole number if the VAE itself cuts patches
         factor = 2 ** halvings(self._vae) * (patch if isinstance(patch, int) else 1)
         found = DiagonalGaussianDistribution(self._in_bands(parameters, x, factor))
         return AutoencoderKLOutput(latent_dist=found) if return_dict else (found,)
@@ -180,7 +187,7 @@ class ShardedVAE(SharedVAE):
 
     @torch.no_grad()
     def _in_bands(self, call: Callable[[Any, Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
-        """What `call` makes of all bands of x. factor: rows of x for each latent row."""
+        """Return the results of `call` for all bands of x, put together. factor: rows of x for each latent row."""
         transport, axis = self._transport, -2 if x.shape[-2] >= x.shape[-1] else -1
         latent_rows = x.shape[axis] // factor
         bands = max(1, min(transport.size, latent_rows))
@@ -195,8 +202,13 @@ class ShardedVAE(SharedVAE):
 
 
 def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: str) -> list[list[Tensor]]:
-    """Every rank's tensors, on every rank. own: this rank's, of one dtype on all ranks. like: on the device of these.
-    at: the name of the exchange, should a rank not come to it."""
+    """Return the tensors of every rank, on every rank.
+
+    Args:
+        own: this rank's tensors, of one dtype on all ranks
+        like: a tensor on the device of the results
+        at: name of the exchange, for the error if a rank does not reach it
+    """
     of_ranks = transport.values_of_all([(tensor.shape, tensor.dtype) for tensor in own], at)
     dtype = next(dtype for of_rank in of_ranks for _, dtype in of_rank)
     counts = [[math.prod(shape) for shape, _ in of_rank] for of_rank in of_ranks]
@@ -209,7 +221,7 @@ def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: st
 
 
 def gather_all(transport: Transport, own: Tensor, parts: list[Tensor], at: str) -> list[Tensor]:
-    """The parts, with every rank's own tensor in them. at: as of `tensors_of_all`."""
+    """Fill `parts` with every rank's own tensor, and return them. at: as for `tensors_of_all`."""
 
     def gather(own: Tensor, parts: list[Tensor]) -> list[Tensor]:
         transport.world.all_gather(own, parts).wait()
@@ -220,14 +232,14 @@ def gather_all(transport: Transport, own: Tensor, parts: list[Tensor], at: str) 
 
 
 def share_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Numbers of tiles for each rank: the largest first, each to the rank that has least to decode so far."""
+    """Return the indices of tiles for each rank. The largest go first, each to the rank with least to decode so far."""
     divided: list[list[int]] = [[] for _ in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         min(divided, key=lambda numbers: sum(sizes[number] for number in numbers)).append(number)
     return divided
 
 
-# A VAE's layers on a band of the picture each: what reaches over a band's edges comes from the other ranks.
+# A VAE's layers in bands: each rank computes a band of the picture, and values beyond its edges come from other ranks.
 #
 # Most layers of a VAE compute a pixel from the same pixel, or from its own part of a coarser picture. The exceptions:
 #
@@ -235,13 +247,13 @@ def share_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
 # - attention compares all pixels: queries stay, keys and values are gathered;
 # - a group norm's mean and variance are of the whole picture.
 #
-# `Bands` sees these three as torch's functions, whichever class calls them, and `unknown_layer` refuses beforehand
-# every class that is not known to be made of them. So a layer that computes otherwise ends a run instead of changing
-# its image.
+# `Bands` intercepts these three as torch's functions, in any class. `unknown_layer` first refuses every class that is
+# not known to be made of them. So a layer that computes anything else ends a run instead of changing its image.
 
 
 def unknown_layer(vae: Any) -> str | None:
-    """The first layer of a VAE that is not known to be right in bands, with its place and why; None where all are."""
+    """Return the first layer of a VAE that is not known to be right in bands, with its place and the reason. None if
+    there is none."""
     if type(vae).__name__ not in VAES or not type(vae).__module__.startswith("diffusers."):
         return "a class of its own"
     for part in (part for part in PARTS if getattr(vae, part, None) is not None):
@@ -253,11 +265,12 @@ def unknown_layer(vae: Any) -> str | None:
 
 
 def halvings(vae: Any) -> int:
-    """How often a VAE's encoder halves a picture's sides."""
+    """Return how often a VAE's encoder halves a picture's sides."""
     return sum(layer.stride[-1] == 2 for layer in vae.encoder.modules() if isinstance(layer, CONVOLUTIONS))
 
 
 def _why_unknown(layer: Any) -> str | None:
+    """Return the reason why a layer is not known to be right in bands; None if it is."""
     kind = type(layer)
     known = (kind.__name__ in OF_TORCH and kind.__module__.startswith("torch.nn.")) or (
         kind.__name__ in OF_DIFFUSERS and kind.__module__.startswith("diffusers.")
@@ -267,7 +280,7 @@ def _why_unknown(layer: Any) -> str | None:
     if layer._compiled_call_impl is not None:
         return f"a {kind.__name__} that is compiled"
     if issubclass(kind, CONVOLUTIONS):
-        # Some classes pad their input by themselves, and say by how much in the order of `torch.nn.functional.pad`.
+        # Some classes pad their input themselves, with amounts in the order of `torch.nn.functional.pad`.
         pads = layer._padding[:4] if hasattr(layer, "_padding") else (*layer.padding, *layer.padding)
         form = tuple(layer.kernel_size[-2:]), tuple(layer.stride[-2:]), set(pads)
         forms = (((1, 1), (1, 1), {0}), ((3, 3), (1, 1), {1}), ((3, 3), (2, 2), {0}))
@@ -288,13 +301,12 @@ def _why_unknown(layer: Any) -> str | None:
 
 
 class Bands(TorchFunctionMode):
-    """While it is entered, a VAE's encoder and decoder compute one band of a picture that is cut along `axis`, -2 for
-    rows or -1 for columns. All ranks of the transport enter it, and call the same layers, with a band each.
-
-    rows: latent rows (or columns) of every rank's band, in the picture's order; at least one each.
-    """
+    """A mode in which a VAE's encoder and decoder compute one band of a picture. All ranks of the transport enter it,
+    and call the same layers, each with its band."""
 
     def __init__(self, transport: Transport, rows: Sequence[int], axis: int) -> None:
+        """Cut along `axis`: -2 for rows, -1 for columns. rows: latent rows (or columns) of every rank's band, in the
+        picture's order; at least one each."""
         super().__init__()
         self._transport, self._rows, self._axis = transport, rows, axis
         self._instead: dict[Any, Callable[..., Tensor]] = {
@@ -310,20 +322,22 @@ class Bands(TorchFunctionMode):
         return self._instead.get(func, func)(*args, **(kwargs or {}))
 
     def _conv2d(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, *more: Any) -> Tensor:
+        """Compute a convolution on this rank's band."""
         padding = list(padding)
-        if padding[self._axis]:  # by the convolution itself, so there is no place yet for the neighbours' rows
+        if padding[self._axis]:  # pad before the convolution, to make place for the neighbours' rows
             x = F.pad(x, (0, 0, 1, 1) if self._axis == -2 else (1, 1, 0, 0))
             padding[self._axis] = 0
         self._take_edges(x, weight, stride)
         return F.conv2d(x, weight, bias, stride, padding, *more)
 
     def _conv3d(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, *more: Any) -> Tensor:
+        """Compute a convolution on this rank's band. Its input is padded already."""
         self._take_edges(x, weight, stride)
         return F.conv3d(x, weight, bias, stride, *more)
 
     def _take_edges(self, x: Tensor, weight: Tensor, stride: Sequence[int]) -> None:
-        """Puts the neighbours' rows where a convolution's input has been padded with zeros: in one exchange with each.
-        At the picture's own edges zeros stay."""
+        """Replace the padding of a convolution's input by the neighbours' rows, in one exchange with each. At the
+        picture's own edges zeros stay."""
         if weight.shape[self._axis] == 1:
             return
         rank, both = self._transport.rank, stride[self._axis] == 1
@@ -348,11 +362,13 @@ class Bands(TorchFunctionMode):
             place.copy_(came)
 
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
+        """Send and receive rows. It runs in the control lane."""
         self._transport.world.send_recv(sends, recvs).wait()
         return [tensor for tensor, _ in recvs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
-        """Of this band's pixels to all; [B, H, L, D]. In columns keys stand in another order than in one process."""
+        """Compute attention of this band's pixels to all pixels, [B, H, L, D]. With bands of columns, keys stand in
+        another order than in one process."""
         own = torch.stack([key, value])
         pixels = key.shape[2] // self._rows[self._transport.rank]
         parts = [own.new_empty(*own.shape[:3], pixels * rows, own.shape[4]) for rows in self._rows]
@@ -360,8 +376,8 @@ class Bands(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, **more)
 
     def _group_norm(self, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """By the mean and variance of all bands, in float32 at least; x: [B, C, ...]. They are computed group by group,
-        so that no copy of a whole x in float32 comes about."""
+        """Normalise by the mean and variance of all bands, in float32 at least; x: [B, C, ...]. Moments are computed
+        group by group, so that no float32 copy of all of x is made."""
         batch, channels = x.shape[:2]
         wide = torch.promote_types(x.dtype, torch.float32)
         of_groups = x.reshape(batch * groups, -1)
@@ -372,11 +388,12 @@ class Bands(TorchFunctionMode):
         var, mean = gathered[:, :-1].view(len(self._rows), -1, 2).unbind(-1)
         whole_mean = (share * mean).sum(0)
         whole_var = (share * (var + (mean - whole_mean) ** 2)).sum(0)
-        # Batch norm takes mean and variance as given: every row's channels are channels of their own to it.
+        # Batch norm with given mean and variance, for which every row of the batch has channels of its own.
         flat, of_channels = x.reshape(1, batch * channels, -1), channels // groups
         mean, var = (each.repeat_interleave(of_channels) for each in (whole_mean, whole_var))
         weight, bias = (each.to(wide).repeat(batch) for each in (weight, bias))
         return F.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
 
     def _gathered(self, own: Tensor, parts: list[Tensor]) -> list[Tensor]:
+        """Fill `parts` with the tensors of all bands, and return them."""
         return gather_all(self._transport, own, parts, "a gather of all bands")

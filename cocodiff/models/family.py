@@ -1,5 +1,5 @@
-"""What the project knows of a model family, said once: how it is run in parallel, which pipelines it has, and what
-its memory depends on. `docs/models.md` tells how a family is added."""
+"""The facts about a model family: its adapter, its pipelines, and the sizes that its memory depends on.
+`docs/models.md` explains how to add a family."""
 
 from __future__ import annotations
 
@@ -14,60 +14,48 @@ from cocodiff.config.errors import UserError
 if TYPE_CHECKING:
     from cocodiff.models.adapter import Adapter
 
-EXPERTS = ("transformer", "transformer_2")  # of a pipeline: they take turns in a run, each for some noise levels
+EXPERTS = ("transformer", "transformer_2")  # a pipeline's transformers, which take turns by noise level
 INPAINT, GENERATE = "inpaint", "generate"  # the tasks of pipelines
-VAE_FACTOR = 8  # pixels of a latent pixel's side, of all families
+VAE_FACTOR = 8  # pixels of a latent pixel's side, in all families
 
 
 class Video(NamedTuple):
-    """What is made: so many frames of so many pixels, and frames a second. An image is a video of one frame."""
+    """The size of a video. An image is a video of one frame."""
 
     frames: int
     height: int
     width: int
-    fps: int = 16
+    fps: int = 16  # frames per second
 
 
 @dataclass(frozen=True)
 class Pipelines:
-    """Pipelines of diffusers that have the same weights, and how they are called.
+    """A set of diffusers' pipelines that share weights, with the arguments in which their calls differ. Arguments that
+    all classes have (`image`, `mask_image`, `strength`, `height`, `generator`, ...) are not listed here."""
 
-    Arguments that all classes have (`image`, `mask_image`, `strength`, `height`, `generator`, ...) stand where the
-    pipelines are called; here is what differs between them.
-
-    generate, inpaint  diffusers' class for text to image and for restoring; "" where there is none. What is restored
-                       without one: what generates keeps what is known. What cannot generate, `lacks` says
-    encoded            what `encode_prompt` returns, as a call's arguments; "" for what a call makes itself. Of a class
-                       that no family tells of, what its call takes
-    also               further arguments of `encode_prompt`
-    negative           the prompt that guidance leads away from, where `encode_prompt` has to be called for it
-    guidance           the call's argument for the strength of guidance
-    others             further classes whose folders hold these weights
-    animate            diffusers' class for an image and text to video; "" where there is none
-    video              what a video is, unless a call says otherwise; None for images
-    token_video        the same of weights that take a timestep for each token, as `model_index.json` says
-    """
-
-    generate: str
+    generate: str  # diffusers' class for text to image; "" if there is none
+    # diffusers' class for restoring; "" if there is none: then `generate` restores, with known pixels kept
     inpaint: str
+    # the call's arguments that `encode_prompt` returns, in order; "" for one that the call makes itself
     encoded: tuple[str, ...]
-    also: Mapping[str, Any] = field(default_factory=dict)
-    negative: str | None = None
-    guidance: str = "guidance_scale"
-    others: tuple[str, ...] = ()
-    animate: str = ""
-    video: Video | None = None
-    token_video: Video | None = None
-    lacks: str = ""
-    told: bool = True  # by a family; else by the class alone
-    lists: bool = False  # of embeddings, one for each image, are what a call takes
+    also: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `encode_prompt`
+    negative: str | None = None  # negative prompt for guidance, if `encode_prompt` has to be called for it
+    guidance: str = "guidance_scale"  # the call's argument for the strength of guidance
+    others: tuple[str, ...] = ()  # further classes whose folders hold these weights
+    animate: str = ""  # diffusers' class for an image and text to video; "" if there is none
+    video: Video | None = None  # default size of a video; None for images
+    token_video: Video | None = None  # the same for weights with a timestep for each token (`model_index.json`)
+    lacks: str = ""  # why there is no class to generate, for the error
+    told: bool = True  # True if a family gives these facts, False if they follow from the class
+    lists: bool = False  # True if a call takes lists of embeddings, one for each image
 
     @classmethod
     def of_class(cls, kind: Any) -> Pipelines:
-        """Of a class of diffusers that no family tells of, by the arguments of its call."""
+        """Return the pipelines of a class of diffusers without a family, by the arguments of its call."""
         takes = signature(kind.__call__).parameters
 
         def number(name: str, otherwise: int) -> int:
+            """Return the default of an argument, or `otherwise` if it is no whole number."""
             default = takes[name].default if name in takes else Parameter.empty
             return default if isinstance(default, int) else otherwise
 
@@ -77,12 +65,13 @@ class Pipelines:
         return cls(kind.__name__, "", encoded, video=video if "num_frames" in takes else None, told=False, lists=lists)
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """What `encode_prompt` has returned, by the arguments of a call. Of a class that no family tells of, masks,
-        pooled embeddings and others are told by what they look like; of each the positive prompt's come first."""
+        """Return the results of `encode_prompt` as arguments of a call. Without a family, embeddings, pooled ones and
+        masks are told apart by their shape and dtype, and the positive prompt's come first."""
         if self.told:
             return dict(zip(self.encoded, values, strict=True))
 
         def looks(value: Any) -> str:
+            """Return the name for the positive prompt's value."""
             if isinstance(value, list) or value.ndim > 2:
                 return "prompt_embeds"
             return "pooled_prompt_embeds" if value.is_floating_point() else "prompt_attention_mask"
@@ -96,15 +85,16 @@ class Pipelines:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """All classes whose folders hold these weights."""
+        """The names of all classes whose folders hold these weights."""
         return tuple(name for name in (self.generate, self.inpaint, *self.others, self.animate) if name)
 
     def video_of(self, index: Mapping[str, Any]) -> Video | None:
-        """What the weights of a `model_index.json` make, unless a call says otherwise; None for images."""
+        """Return the default size of videos by the weights of a `model_index.json`; None for images."""
         return self.token_video if index.get("expand_timesteps") else self.video
 
     def of_task(self, task: str, model: str, image: bool = False) -> str:
-        """The class that does a task, from an image where one is given. Raises UserError where diffusers has none."""
+        """Return the class for a task, with `image` the one that starts from an image. Raise UserError if diffusers has
+        none."""
         if image:
             if not self.animate:
                 raise UserError(f"--image: model {model} makes images from text alone: leave it away")
@@ -117,93 +107,74 @@ class Pipelines:
 
 @dataclass(frozen=True)
 class VaeSize:
-    """What a family's VAE takes, in numbers of whatever dtype: counted on the published architecture, without weights
-    (`tests/test_peaks.py`).
+    """The sizes of a family's VAE, in elements of any dtype: counted on the published architecture, without weights
+    (`tests/test_peaks.py`)."""
 
-    parameters          numbers that its weights hold
-    decoding, encoding  numbers that live at the peak for each pixel of the image, with a copy of a convolution's input
-                        in the layout that it computes in
-    tile                pixels of the side of a tile, where it decodes in tiles
-    band                numbers that live at the peaks of decoding and encoding for each pixel of a band, where it
-                        decodes in bands: a convolution that pads by itself copies its input once more there
-    attention           channels of its attention over all latent pixels
-    video               numbers that live at the peaks of decoding and encoding a video for each pixel of a frame,
-                        beside its frames: latent frames are computed one by one, with what is kept of the last one
-    factor, frames      pixels of a latent pixel's side, and frames of a latent frame, of which the first one has one
-    """
-
-    parameters: int
+    parameters: int  # elements of its weights
+    # Elements at the peak for each pixel of the image, with a copy of a convolution's input in its own layout.
     decoding: int
     encoding: int
-    tile: int
+    tile: int  # pixels of a tile's side
+    # Elements at the peaks of decoding and encoding for each pixel of a band, with one more copy of inputs that a
+    # convolution pads itself.
     band: tuple[int, int]
-    attention: int
+    attention: int  # channels of its attention over all latent pixels
+    # Elements at the peaks of decoding and encoding a video for each pixel of a frame, without its frames. Latent
+    # frames are computed one by one, and tensors of the last one are kept.
     video: tuple[int, int] = (0, 0)
-    factor: int = VAE_FACTOR
-    frames: int = 1
+    factor: int = VAE_FACTOR  # pixels of a latent pixel's side
+    frames: int = 1  # frames of a latent frame, but for the first, which has one
 
 
-# diffusers' AutoencoderKL as SD3, SD3.5 and FLUX.1 have it: 128, 256, 512 and 512 channels, 16 of latents. At the peak
-# a layer of 256 channels at full resolution is convolved.
+# diffusers' AutoencoderKL of SD3, SD3.5 and FLUX.1: 128, 256, 512 and 512 channels, 16 of latents. The peak is the
+# convolution of a layer of 256 channels at full resolution.
 KL_VAE = VaeSize(parameters=83_819_683, decoding=960, encoding=640, tile=1024, band=(1216, 768), attention=512)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of transformers.
+    """One family of transformers. The fields from `patch` to `gated_mlp` are facts about the models' shape that their
+    config does not have; see `planner.case.ModelShape`."""
 
-    transformer        its class with the package that has it, e.g. "diffusers.SD3Transformer2DModel"
-    adapter            how it is run on several ranks
-    pipelines          for each kind of weights; empty for a transformer that no command runs
-    vae_numbers        settings of its VAE that pipelines calculate with
-    vae_lists          settings of its VAE that hold a number for each latent channel, and that have to be there
-    vae                what its VAE takes of memory; None where that is not known. token_vae: the same of weights that
-                       take a timestep for each token
-
-    Of its models' shape, what their config does not say (`planner.memory.ModelShape` tells of each):
-
-    patch              latent pixels of a token's side; None: `patch_size` of the config
-    text_tokens, rows_per_image, branches, unsharded_copies, gated_mlp
-
-    unplanned          why `plan` does not know what its ranks send and keep; empty where it does
-    """
-
-    transformer: str
-    adapter: Adapter
-    pipelines: tuple[Pipelines, ...] = ()
+    transformer: str  # package and name of its class, e.g. "diffusers.SD3Transformer2DModel"
+    adapter: Adapter  # its behaviour on several ranks
+    pipelines: tuple[Pipelines, ...] = ()  # one for each kind of weights; () if no command runs it
+    # settings of its VAE that pipelines calculate with
     vae_numbers: tuple[str, ...] = ("scaling_factor", "shift_factor")
-    vae_lists: tuple[str, ...] = ()
-    vae: VaeSize | None = None
-    token_vae: VaeSize | None = None
-    patch: int | None = 2
+    vae_lists: tuple[str, ...] = ()  # required settings of its VAE with a number for each latent channel
+    vae: VaeSize | None = None  # memory of its VAE; None if not known
+    token_vae: VaeSize | None = None  # the same for weights with a timestep for each token
+    patch: int | None = 2  # latent pixels of a token's side; None: `patch_size` of the config
     text_tokens: int = 512
     rows_per_image: int = 1
     branches: int = 1
     unsharded_copies: int = 0
     gated_mlp: bool = False
-    unplanned: str = ""
+    unplanned: str = ""  # why `plan` does not know what ranks send and keep; "" if it does
 
     @property
     def planned(self) -> bool:
+        """True if `plan` knows what ranks send and keep."""
         return not self.unplanned
 
     @property
     def class_name(self) -> str:
+        """The name of the transformer's class."""
         return self.transformer.rpartition(".")[2]
 
     def has(self, kind: type) -> bool:
-        """Whether a model's class is the family's transformer or derives from it. Imports nothing: where the class is
-        not in memory, nothing derives from it."""
+        """Return True if a class is the family's transformer or derives from it. It imports nothing, by comparing
+        names."""
         package, _, name = self.transformer.rpartition(".")
         return any(c.__name__ == name and f"{c.__module__}.".startswith(f"{package}.") for c in kind.__mro__)
 
     def import_transformer(self) -> Any:
-        """The transformer's class."""
+        """Import and return the transformer's class."""
         package, _, name = self.transformer.rpartition(".")
         return getattr(import_module(package), name)
 
     def shape_facts(self, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The fields of a ModelShape that the family decides. config: the model's, where there is one."""
+        """Return the fields of a ModelShape that the family decides. config: the model's, if there is one."""
         names = ("text_tokens", "rows_per_image", "branches", "unsharded_copies", "gated_mlp", "vae")
         patch = self.patch if self.patch is not None else (config or {}).get("patch_size")
         sides = {} if patch is None else {"pixels_per_token": VAE_FACTOR * patch}

@@ -1,5 +1,5 @@
-"""FLUX.1: joint attention over text then image tokens in double blocks, one stream of both and an MLP beside it in
-single blocks, rotary embedding over all of them."""
+"""FLUX.1: double blocks with joint attention over text then image tokens; single blocks with one stream of both and an
+MLP beside attention. A rotary embedding covers all tokens."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ TOKENS: Plan = {"": CALL | RESIDUALS, "proj_out": Gather(tokens=IMAGE)}
 
 
 class FluxAdapter(Adapter):
+    """The adapter of FLUX.1."""
+
     plan = TOKENS
 
     def attention_arguments(self, model: Any) -> set[str]:
-        # Of an IP-Adapter: its image, and what `encoder_hid_proj` makes of it.
+        # An IP-Adapter takes its image's embeddings, and what `encoder_hid_proj` makes of them.
         loaded = getattr(model, "encoder_hid_proj", None) is not None
         return {"scale", "ip_adapter_image_embeds", "ip_hidden_states"} if loaded else {"scale"}
 
@@ -49,14 +51,11 @@ class FluxAdapter(Adapter):
 
 
 class FluxAttentionProcessor(AttentionProcessor):
-    """Does what diffusers' FluxAttnProcessor, FluxIPAdapterAttnProcessor and Flux2AttnProcessor do; attention itself is
-    asked of the engine.
+    """The attention of diffusers' FluxAttnProcessor, FluxIPAdapterAttnProcessor and Flux2AttnProcessor, computed by the
+    engine. In single blocks the hidden states are text and image rows in one. An IP-Adapter needs no exchange: every
+    rank has all tokens of the prompting images, and its own tokens attend to these while q and k are sent."""
 
-    In single blocks the hidden states are text and image rows in one. An IP-Adapter's rows need no other rank: every
-    rank has all tokens of the images that prompt, so its own tokens attend to these while q and k travel.
-    """
-
-    takes_images: ClassVar[bool] = False  # whether there is an IP-Adapter
+    takes_images: ClassVar[bool] = False  # True with an IP-Adapter
 
     def __call__(
         self,
@@ -73,7 +72,7 @@ class FluxAttentionProcessor(AttentionProcessor):
         parts = [image_stream(attn, hidden_states, rotary.rows(slice(text_rows, None)))]
         is_prompted = self.takes_images and text_BLC is not None
         if is_prompted:
-            to_q = cache(attn.to_q)  # asked for twice
+            to_q = cache(attn.to_q)  # used twice
             parts = [parts[0]._replace(to_q=to_q)]
             meanwhile = cache(lambda: prompted(self._replaced, attn, to_q(hidden_states), ip_hidden_states))
         if text_BLC is not None:
@@ -88,7 +87,8 @@ class FluxAttentionProcessor(AttentionProcessor):
 
 
 class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
-    """One with an IP-Adapter's weights: those of the processor it stands in for are part of the model."""
+    """A processor with an IP-Adapter. It is a module, since the weights of the processor that it replaces are part of
+    the model."""
 
     takes_images = True
 
@@ -98,7 +98,7 @@ class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
 
     @property
     def scale(self) -> list[float]:
-        """How much each adapter's image counts, as `set_ip_adapter_scale` has set it."""
+        """The weight of each adapter's image, as `set_ip_adapter_scale` has set it."""
         return self._replaced.scale
 
     @scale.setter
@@ -107,7 +107,7 @@ class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
 
 
 def prompted(adapters: Any, attn: Any, q_BLC: Tensor, images: Sequence[Tensor]) -> Tensor:
-    """What own tokens take from the images that prompt, one for each adapter: [B, L, C]."""
+    """Return the attention of own tokens to the prompting images, summed over the adapters: [B, L, C]."""
     q_BHLD, out_BLC = attn.norm_q(heads_of(q_BLC, attn.heads)).transpose(1, 2), torch.zeros_like(q_BLC)
     for x, scale, *to_kv in zip(images, adapters.scale, adapters.to_k_ip, adapters.to_v_ip, strict=False):
         k, v = (heads_of(to(x).flatten(1, -2), attn.heads).transpose(1, 2) for to in to_kv)
@@ -117,7 +117,7 @@ def prompted(adapters: Any, attn: Any, q_BLC: Tensor, images: Sequence[Tensor]) 
 
 
 def rotary_of(angles: Angles | None) -> Rotary:
-    """The rotary embedding of all this rank's rows."""
+    """Return the rotary embedding of all this rank's rows."""
     return UNTURNED if angles is None else Rotary("pairs", angles)
 
 
@@ -129,8 +129,8 @@ def single_block(
     image_rotary_emb: Angles | None = None,
     joint_attention_kwargs: Arguments | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What FluxSingleTransformerBlock does, but for when: its MLP, which needs no attention, is work for while
-    q and k travel."""
+    """Compute diffusers' FluxSingleTransformerBlock. Its MLP, which needs no attention, is work for while q and k are
+    sent."""
     text_rows = encoder_hidden_states.shape[1]
     x_BLC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     normed_BLC, gate_BC = block.norm(x_BLC, emb=temb)

@@ -1,4 +1,4 @@
-"""FLUX.2 (dev and klein): FLUX.1's double blocks; single blocks whose one linear layer gives q, k, v and the MLP."""
+"""FLUX.2 (dev and klein): FLUX.1's double blocks, and single blocks with one linear layer for q, k, v and the MLP."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ TOKENS: Plan = {"": CALL, "proj_out": Gather(tokens=IMAGE)}
 
 
 class Flux2Adapter(FluxAdapter):
+    """The adapter of FLUX.2."""
+
     unsupported: ClassVar = {
         "kv_cache_mode": "the cache of reference images' keys and values is for all tokens, a rank holds some: "
         "run without it"
@@ -36,11 +38,9 @@ class Flux2Adapter(FluxAdapter):
 
 
 class Flux2SingleProcessor(AttentionProcessor):
-    """Does what diffusers' Flux2ParallelSelfAttnProcessor does; attention itself is asked of the engine.
-
-    If v is asked for first, it comes from its own rows of the fused weight. The MLP needs no attention: it is work for
-    while q and k travel.
-    """
+    """The attention of diffusers' Flux2ParallelSelfAttnProcessor, computed by the engine. If v is needed first, it is
+    computed from its own rows of the fused weight. The MLP needs no attention: it is work for while q and k are
+    sent."""
 
     def __call__(
         self,
@@ -52,7 +52,7 @@ class Flux2SingleProcessor(AttentionProcessor):
         width = attn.inner_dim
         fused = FusedLinear(attn.to_qkv_mlp_proj, hidden_states)
         rotary = rotary_of(image_rotary_emb)
-        qk_BLC = cache(lambda: fused.channels(0, 2 * width))  # asked for twice, computed once
+        qk_BLC = cache(lambda: fused.channels(0, 2 * width))  # used twice, computed once
         mlp_BLC = cache(lambda: attn.mlp_act_fn(fused.channels(3 * width, None)))
 
         def rotated(norm: nn.Module, x_BLC: Tensor) -> Tensor:

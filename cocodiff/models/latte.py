@@ -1,6 +1,9 @@
 """Latte: videos by blocks that attend within a frame (spatial) and blocks that attend across frames at each place
-(temporal), in turns. No attention is split: ranks have whole frames for spatial blocks and whole places for temporal
-ones, and between two blocks hidden states are transposed (DSP; in slices: ScaleFusion, sections 4.3 and 4.4; coded)."""
+(temporal), in turns.
+
+No attention is split. Ranks have whole frames for spatial blocks and whole places for temporal ones, and between two
+blocks hidden states are transposed (DSP; in slices: ScaleFusion, sections 4.3 and 4.4; coded).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,16 @@ from cocodiff.topology.layout import Segment, Segments
 
 FRAMES, PLACES = "frames", "places"
 TOKENS: Plan = {"": {"hidden_states": Cut(2, tokens=FRAMES)}, "proj_out": Gather(tokens=FRAMES)}
-SLICES = 4  # of each rank's frames and places where the setting says auto: the paper's number
-# Settings about what attention exchanges, and the only value that they can have where it exchanges nothing.
+SLICES = 4  # slices of each rank's frames and places with `chunks: auto`: the paper's number
+# Settings of attention's exchange, with the only value that is allowed since there is none.
 WITHOUT = {"selection": "full", "arrival": "now", "step_cache": "none", "compile": False}
 
 
 class LatteAdapter(Adapter):
+    """The adapter of Latte."""
+
     plan = TOKENS
-    early = 0.5  # of a transpose, how much is sent while the block before it computes: see `Transposes`
+    early = 0.5  # the part of a transpose that is sent while the block before it computes: see `Transposes`
     unsupported: ClassVar = {
         "encoder_attention_mask": "encoder_attention_mask is for the rows of all frames, of which a rank has some: "
         "run without it, as LattePipeline does"
@@ -57,7 +62,8 @@ class LatteAdapter(Adapter):
         return settings.with_(ring=1, chunks=1)
 
     def heads(self, model: Any) -> tuple[int, int]:
-        """Places, which are divided among ranks as heads are elsewhere, and their channels."""
+        """Return the number of places, which are divided among ranks as heads are in other models, and their
+        channels."""
         config = model.config
         return (config.sample_size // config.patch_size) ** 2, config.num_attention_heads * config.attention_head_dim
 
@@ -79,19 +85,19 @@ class LatteAdapter(Adapter):
 
 
 class LatteModel(ShardedModel):
-    """A model between entering and leaving the engine. In a call that ranks share, blocks take [B * own, other, C]:
-    spatial ones own frames and all places, temporal ones own places and all frames."""
+    """A Latte model, while the engine is entered. In a call that ranks share, blocks take [B * own, other, C]: spatial
+    ones own frames and all places, temporal ones own places and all frames."""
 
     _model: Any
 
     def __init__(self, plan: Plan, model: Any, host: Any, early: float) -> None:
         super().__init__(plan, model, host)
         self._early, self._signature = early, signature_of(model)
-        # Of the current call: the ranks that share it, its batch, and how hidden states are transposed; None if not.
+        # Of the current call: the ranks that share it, its batch, and its transposes (None if there are none).
         self._ranks: Any = None
         self._batch = 0
         self._transposes: Any = None
-        self._coming: Any = None  # the transpose whose result the next block takes; none before the first
+        self._coming: Any = None  # the transpose whose result the next block takes; None before the first block
 
     def attach(self) -> Callable[[], None]:
         undo = ExitStack()
@@ -105,6 +111,7 @@ class LatteModel(ShardedModel):
         return undo.close
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model, with transposes if several ranks share it."""
         ranks, given = self._host.sequence, self._signature.bind(*args, **kwargs).arguments
         latents_BCFHW = given["hidden_states"]
         self._ranks, self._batch = ranks, len(latents_BCFHW)
@@ -121,8 +128,8 @@ class LatteModel(ShardedModel):
             self._transposes = self._coming = None
 
     def _check_room(self, latents_BCFHW: Tensor) -> None:
-        """For what codecs keep: of the two transposes of a pair of blocks half of what they keep of the four tensors
-        of an attention call with frames as tokens and places as heads."""
+        """Raise UserError if codecs keep more than fits. For two transposes they keep half of what they keep for an
+        attention call with frames as tokens and places as heads."""
         frames, places = self._ranks.segments
         shape = len(latents_BCFHW), frames.shares(self._ranks.topology)[self._ranks.rank], places.tokens
         x_BRCD = latents_BCFHW.new_empty(1).expand(*shape, LatteAdapter().heads(self._model)[1])
@@ -130,16 +137,16 @@ class LatteModel(ShardedModel):
         self._host.check_room(f"{places.tokens} places", math.ceil(len(self._model.transformer_blocks) / 2), qkv)
 
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
-        """All frames of what leaves the model, [B * F, P, C], out of this rank's."""
+        """Return all frames of the model's output, [B * F, P, C], from this rank's."""
         return super()._gather(gather, self._split(x), name).flatten(0, 1)
 
     def _compute(
         self, number: int, temporal: bool, signature: inspect.Signature, forward: Forward, *args: Any, **kwargs: Any
     ) -> Any:
-        """A block, of this rank's rows."""
+        """Run a block on this rank's rows, and transpose its output for the next one."""
         if self._transposes is None:
             return forward(*args, **kwargs)
-        # What the model adds to temporal tokens it adds to what stands for those that are on their way.
+        # The model adds temporal positions to a stand-in for the tokens: they are added to the tokens themselves here.
         positions = self._model.temp_pos_embed if temporal and not number else None
         out = self._in_slices(number, temporal, forward, signature.bind(*args, **kwargs).arguments, positions)
         last = temporal and number == len(self._model.temporal_transformer_blocks) - 1
@@ -148,8 +155,8 @@ class LatteModel(ShardedModel):
     def _in_slices(
         self, block: int, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None
     ) -> Tensor:
-        """Computes a block slice by slice, each as soon as it is here, and sends what was computed on its way. Returns
-        what has the shape of the block's output, transposed, and no numbers."""
+        """Run a block slice by slice, each once it has arrived, and send the results. Return a tensor of the transposed
+        output's shape, without its values."""
         rank, (own, other) = self._ranks.rank, self._transposes.grid[:: -1 if temporal else 1]
         layer = "temporal_transformer_blocks" if temporal else "transformer_blocks"
         self._ranks.transport.arrive(f"the transpose of {layer}")
@@ -163,7 +170,7 @@ class LatteModel(ShardedModel):
             x = self._split(hidden) if coming is None else turned(coming.take(number), temporal)
             x = x[:, rows].flatten(0, 1)
             x = x if positions is None else x + positions.to(x.dtype)
-            # The model makes conditions of temporal blocks for all places, those of spatial ones for these frames.
+            # The model makes temporal blocks' conditions for all places, and spatial blocks' for this rank's frames.
             where = own.whole(rank, slice_) if temporal else rows
             y = forward(x, **given | {name: of[:, where].flatten(0, 1) for name, of in conditions.items()})
             y = self._split(y)
@@ -176,23 +183,23 @@ class LatteModel(ShardedModel):
         return torch.full_like(hidden[:1, :1, :1], torch.nan).expand(shape)
 
     def _arrived(self) -> Tensor:
-        """What the last temporal block gave, of this rank's frames: [B * places, frames, C]."""
+        """Return the last temporal block's output for this rank's frames: [B * places, frames, C]."""
         for number in range(self._transposes.grid.rows.cuts):
             x_BFPC: Tensor = self._coming.take(number)
         return x_BFPC.transpose(1, 2).flatten(0, 1)
 
     def _split(self, x: Tensor) -> Tensor:
-        """The batch apart from the rows."""
+        """Return a view in which the batch is a dimension of its own."""
         return x.unflatten(0, (self._batch, -1))
 
 
 def turned(x: Tensor, temporal: bool) -> Tensor:
-    """[B, frames, places, C] as temporal blocks have it, and back."""
+    """Return [B, frames, places, C] with frames and places exchanged, as temporal blocks need it."""
     return x.transpose(1, 2) if temporal else x
 
 
 def check_shares(ranks: Any) -> None:
-    """Raises UserError where a rank would have no frame or no place."""
+    """Raise UserError if a rank would have no frame or no place."""
     frames, places = (sum(ranks.shares(name)) for name in (FRAMES, PLACES))
     if ranks.size > min(frames, places):
         raise UserError(

@@ -1,9 +1,10 @@
-"""Plans: where the tokens of a transformer are cut into shards and gathered again, as data; and a model with one on it.
+"""Plans: the places where a transformer's tokens are cut into shards and gathered again, as data; and a model with a
+plan.
 
-A plan is what diffusers' models have as `_cp_plan`, a dictionary from module names to what is cut of a module's
-arguments (by name) or of its output (by number), or to how its output is gathered; with `Cut` and `Gather` in the place
-of diffusers' ContextParallelInput and ContextParallelOutput, which are taken as well. In a module's name `*` stands for
-one part of it, and `-1` for the last of a list; "" is the transformer itself.
+A plan is like `_cp_plan` of diffusers' models. It is a dictionary from names of modules to cuts of a module's arguments
+(by name) or of its output (by number), or to gathers of its output. `Cut` and `Gather` stand for diffusers'
+ContextParallelInput and ContextParallelOutput, which are accepted as well. In a module's name `*` stands for one part
+of it, and `-1` for the last of a list; "" is the transformer itself.
 """
 
 from __future__ import annotations
@@ -23,46 +24,41 @@ from cocodiff.models.checks import signature_of
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of which each rank keeps its own tokens.
+    """The cut of a tensor into each rank's own tokens."""
 
-    dim     the dimension of the tokens
-    ndim    of the tensors that are cut: those with another number of dimensions stay whole; None for all
-    tokens  a name for these tokens, to be used in `of`; in a family's plan the segment that they are
-    of      the names of several sorts of tokens that follow each other in this dimension, each of which is cut for
-            itself: a mask over the tokens of a video and of its text, for instance
-    """
-
-    dim: int = 1
-    ndim: int | None = None
-    tokens: str = ""
+    dim: int = 1  # dimension of the tokens
+    ndim: int | None = None  # only tensors of so many dimensions are cut; None: all
+    tokens: str = ""  # a name for these tokens, for use in `of`; in a family's plan their segment
+    # Names of several sorts of tokens in this dimension, one after the other, each of which is cut by itself: for
+    # instance in a mask over the tokens of a video and of its text.
     of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Gather:
-    """A module's output, of which every rank gets all tokens back. dim: the dimension of the tokens. tokens: in a
-    family's plan the segment that they are."""
+    """The gather of a module's output: every rank gets all tokens."""
 
-    dim: int = 1
-    tokens: str = ""
+    dim: int = 1  # dimension of the tokens
+    tokens: str = ""  # in a family's plan their segment
 
 
-Cuts = tuple[Cut, ...]  # of one value: for a tensor the first that fits its dimensions, for a list one for each entry
+Cuts = tuple[Cut, ...]  # cuts of one value: for a tensor the first of fitting `ndim`, for a list one for each entry
 Plan = Mapping[str, Any]
 
 
 class Step(NamedTuple):
-    """What a plan does at one module: cuts of arguments by name, cuts of outputs and gathers by number."""
+    """The entry of a plan for one module."""
 
-    name: str
+    name: str  # name of the module
     module: nn.Module
-    arguments: Mapping[str, Cuts]
-    outputs: Mapping[int, Cuts]
-    gathers: Mapping[int, Gather]
+    arguments: Mapping[str, Cuts]  # cuts of arguments by name
+    outputs: Mapping[int, Cuts]  # cuts of outputs by number
+    gathers: Mapping[int, Gather]  # gathers of outputs by number
 
 
 def steps_of(plan: Plan, model: nn.Module) -> Iterator[Step]:
-    """The plan's entries for the modules of a model. Raises UserError for what no plan can say, and absent modules."""
+    """Yield the entries of a plan for the modules of a model. Raise UserError for malformed entries and absent
+    modules."""
     modules = dict(model.named_modules())
     for pattern, value in plan.items():
         wanted, parts = pattern, pattern.split(".")
@@ -77,11 +73,12 @@ def steps_of(plan: Plan, model: nn.Module) -> Iterator[Step]:
 
 
 def _fits(name: list[str], pattern: list[str]) -> bool:
+    """Return True if the parts of a module's name match the parts of a pattern."""
     return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
 
 
 def _read(where: str, value: Any) -> tuple[dict[str, Cuts], dict[int, Cuts], dict[int, Gather]]:
-    """Cuts of arguments, cuts of outputs, gathers."""
+    """Return an entry's cuts of arguments, cuts of outputs, and gathers."""
     if not isinstance(value, Mapping):
         gathers = {number: _gather(where, one) for number, one in enumerate(_listed(value)) if one is not None}
         return {}, {}, gathers
@@ -101,6 +98,7 @@ def _is_gather(one: Any) -> bool:
 
 
 def _gather(where: str, one: Any) -> Gather:
+    """Return a gather from ours or diffusers'. Raise UserError for anything else."""
     if not _is_gather(one):
         raise UserError(
             f"the plan at {where!r} has a {type(one).__name__}: give Cut or Gather, or a dictionary of them"
@@ -109,6 +107,8 @@ def _gather(where: str, one: Any) -> Gather:
 
 
 def _cut(where: str, name: str | int, one: Any) -> Cut:
+    """Return a cut from ours or diffusers'. Raise UserError for anything else. name: the argument or number of the
+    output."""
     if isinstance(one, Cut):
         return one
     if not hasattr(one, "split_dim"):
@@ -121,16 +121,16 @@ def _cut(where: str, name: str | int, one: Any) -> Cut:
 
 
 class ShardedModel:
-    """A model whose tokens are cut into shards, and gathered, where a plan says so. Here the plan names all tokens, as
-    a family's does, by the segments of the model's sequence."""
+    """A model whose tokens are cut and gathered as a plan says, while the engine is entered. Here the plan names all
+    tokens by segments of the model's sequence, as a family's plan does."""
 
     def __init__(self, plan: Plan, model: nn.Module, host: Any) -> None:
-        """host: the engine; its `sequence` are the ranks that share the current call."""
+        """Read the plan. host: the engine, whose `sequence` is the ranks that share the current call."""
         self._model, self._host = model, host
         self._steps = list(steps_of(plan, model))
 
     def attach(self) -> Callable[[], None]:
-        """Puts the hooks on; the returned function takes them off."""
+        """Put the hooks on the model. Return a function that takes them off."""
         undo = ExitStack()
         undo.callback(self._model.register_forward_pre_hook(lambda *_: self._check_in_place()).remove)
         for step in self._steps:
@@ -138,17 +138,19 @@ class ShardedModel:
         return undo.close
 
     def _cut(self, cut: Cut, whole: Tensor, name: str) -> Tensor:
-        """This rank's tokens."""
+        """Return this rank's tokens."""
         return self._host.sequence.cut(cut.tokens, whole, cut.dim)
 
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
-        """All ranks' tokens."""
+        """Return all ranks' tokens."""
         return self._host.sequence.gather(x, gather.tokens, gather.dim)
 
     def _check_in_place(self) -> None:
+        """Raise UserError if a hooked module was replaced."""
         check_in_place([step.module for step in self._steps], [self._model.get_submodule(s.name) for s in self._steps])
 
     def _put_on(self, step: Step, undo: ExitStack) -> None:
+        """Put the hooks of one entry on its module."""
         module = step.module
         if step.arguments:
             signature = signature_of(module)
@@ -163,6 +165,7 @@ class ShardedModel:
             undo.callback(module.register_forward_hook(lambda _, __, output: self._cut_output(step, output)).remove)
 
     def _cut_arguments(self, step: Step, arguments: dict[str, Any]) -> None:
+        """Replace arguments of a call by their cuts. Raise UserError for an argument that the module does not have."""
         for name, cuts in step.arguments.items():
             if name not in arguments and name not in signature_of(step.module).parameters:
                 raise UserError(f"the plan cuts {name!r} of {step.name or 'the transformer'}, which takes none such")
@@ -170,7 +173,7 @@ class ShardedModel:
                 arguments[name] = self._cut_value(cuts, arguments[name], name)
 
     def _cut_output(self, step: Step, output: Any) -> Any:
-        """A module's output, of which parts are cut or gathered."""
+        """Return a module's output with some parts cut or gathered."""
         by_name = hasattr(output, "values") and not isinstance(output, Tensor)
         parts = [output] if isinstance(output, Tensor) else list(output.values() if by_name else output)
         for number, cuts in step.outputs.items():
@@ -182,6 +185,7 @@ class ShardedModel:
         return type(output)(**dict(zip(output, parts, strict=True))) if by_name else type(output)(parts)
 
     def _cut_value(self, cuts: Cuts, value: Any, name: str) -> Any:
+        """Return a tensor, or a nested list or dictionary of tensors, with its tensors cut."""
         if isinstance(value, Tensor):
             cut = next((cut for cut in cuts if cut.ndim in (None, value.ndim)), None)
             return value if cut is None else self._cut(cut, value, name)
@@ -198,12 +202,13 @@ class ShardedModel:
 def as_given(
     bound: BoundArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Changed arguments, by place or by name as they came: diffusers takes the scale of LoRA layers out by name."""
+    """Return changed arguments as (args, kwargs), each by position or by name as given: diffusers removes the scale of
+    LoRA layers by name."""
     return bound.args[: len(args)], {name: bound.arguments.get(name, value) for name, value in kwargs.items()}
 
 
 def check_in_place(hooked: Iterable[nn.Module], now: Iterable[nn.Module]) -> None:
-    """Raises UserError where a module that cuts or gathers tokens is no longer the model's: it would not be called."""
+    """Raise UserError if a module that cuts or gathers tokens is no longer the model's: it would not be called."""
     for before, module in zip(hooked, now, strict=True):
         if before is not module:
             raise UserError(

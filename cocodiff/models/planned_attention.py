@@ -1,14 +1,14 @@
-"""Attention of a model that runs by a plan, where torch computes it.
+"""Attention of a model that runs by a plan, intercepted where torch computes it.
 
-Nothing of a model tells which tokens an attention call is about. So the first call of each form is followed (`Marks`):
-which tensors come from tokens that were cut. Ranks then compare how many rows of queries and keys
-each has, and decide alike, once for each layer:
+Nothing in a model says which tokens an attention call has. So the first call of each form is followed (`Marks`), to
+find the tensors that are computed from tokens that were cut. Ranks then compare the numbers of their rows of queries
+and keys, and decide together, once for each layer:
 
-- keys and values are all tokens (a text that every rank has): attention is computed here, with nothing to exchange.
-- queries and keys are this rank's tokens, equally many: they are exchanged as everywhere (`Host.attend`). In which
-  order tokens stand makes no difference to attention, so nobody has to know it.
+- keys and values are all tokens (a text that every rank has): attention is computed here, without an exchange.
+- queries and keys are this rank's tokens, equally many: they are exchanged as in other models (`Host.attend`). The
+  order of tokens makes no difference to attention, so it need not be known.
 - keys and values are this rank's tokens, queries are others: keys and values are gathered.
-- anything else is refused: a sequence that is a mixture of own tokens and all tokens, for instance.
+- anything else is refused, for instance a sequence that mixes own tokens and all tokens.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from cocodiff.config.errors import UserError
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.layout import Segments
 
-LayerName = str  # an attention layer, or the n-th attention that it computes in a call
-BESIDE_QKV = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # arguments of torch's attention
+LayerName = str  # name of an attention layer, with a number for its second and further attentions in a call
+BESIDE_QKV = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # further arguments of torch's attention
 JOINING = (torch.cat, torch.concat, torch.concatenate)
-COUNTED = ("attention", "whole")  # what messages of attention are counted for
+COUNTED = ("attention", "whole")  # purposes for which bytes of gathers are counted
 
 
 class Marks:
-    """Tensors that hold a shard's tokens: those that were cut, and all that is computed of one. joined: of how many of
-    them one was made that has so many rows."""
+    """The tensors that hold a shard's tokens: those that were cut, and all that are computed from one."""
 
     def __init__(self) -> None:
         self._marked: Any = WeakIdKeyDictionary()
+        # by a number of rows, the number of marked tensors that were concatenated to so many rows
         self.joined: dict[int, int] = {}
 
     def add(self, x: Tensor) -> None:
@@ -54,11 +54,11 @@ class Marks:
         return isinstance(x, Tensor) and x in self._marked
 
     def any_of(self, values: Iterable[Any]) -> bool:
-        """Whether one of the values, or of what lists among them hold, is marked."""
+        """Return True if a value, or an entry of nested lists among them, is marked."""
         return any(self.any_of(x) if isinstance(x, list | tuple) else x in self for x in values)
 
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Marks what a function of torch has computed of marked tensors."""
+        """Mark the tensors that a function of torch has computed from marked ones."""
         if self.any_of(args) or self.any_of(kwargs.values()):
             for x in tensors_in(args[0] if function is Tensor.__setitem__ else output):
                 self.add(x)
@@ -66,17 +66,18 @@ class Marks:
                 self._note_joined(*args, output=output, **kwargs)
 
     def _note_joined(self, tensors: Sequence[Tensor], dim: int = 0, *, output: Tensor) -> None:
-        """Note of how many parts the rows of a tensor are, where all of these are marked: none that every rank has."""
+        """Record the number of tensors that were concatenated along their rows, if all are marked."""
         if all(x in self for x in tensors) and dim not in (-1, output.ndim - 1):
             self.joined[output.shape[dim]] = len(tensors)
 
 
 class TorchFunctions(TorchFunctionMode):
-    """While it is entered, `attend` is called in the place of torch's scaled_dot_product_attention, with its arguments,
-    of which all but query, key and value have their names. It is torch's own way to see functions: it holds for the
-    thread that enters it, and nothing is replaced. marks: follows what other functions compute; None not to."""
+    """A mode in which `attend` is called in place of torch's scaled_dot_product_attention. `attend` gets query, key and
+    value by position, the other arguments by name. This is torch's own way to intercept functions: it holds for the
+    thread that enters it, and nothing is replaced."""
 
     def __init__(self, attend: Callable[..., Tensor], marks: Marks | None = None) -> None:
+        """Call `attend` for attention. marks: follow what other functions compute; None to not follow."""
         super().__init__()
         self._attend, self._marks = attend, marks
 
@@ -93,30 +94,31 @@ class TorchFunctions(TorchFunctionMode):
 
 
 class Followed(NamedTuple):
-    """What was found of one attention layer. how: "here", "exchanged" or "gathered". rows: of the queries and of the
-    keys on this rank. segments: what the keys are."""
+    """The decision about one attention layer."""
 
-    how: str
-    rows: tuple[int, int]
-    segments: Segments = ()
+    how: str  # "here", "exchanged" or "gathered"
+    rows: tuple[int, int]  # rows of queries and of keys on this rank
+    segments: Segments = ()  # segments of the keys
 
 
 class PlannedAttention:
-    """followed: what is known of the layers in calls of this form. marks: while a call is followed, else None."""
+    """The attention layers of a model that runs by a plan."""
 
     def __init__(self, host: Any, layers: Iterable[str]) -> None:
-        """host: the engine. layers: names of all modules that attend."""
+        """Count the layers of each kind. host: the engine. layers: names of all attention modules."""
         self._host, self._layers = host, Counter(map(kind_of, layers))
         self.begin({}, None)
 
     def begin(self, followed: dict[LayerName, Followed], marks: Marks | None) -> None:
-        """The model is called."""
+        """Begin a call of the model. followed: decisions for calls of its form. marks: given while these are still
+        made."""
         self.followed, self.marks = followed, marks
         self._attended: Counter[str] = Counter()
-        self._mask: tuple[Any, Tensor, Tensor] | None = None  # the last one: what tells it, itself, that of all ranks
+        self._mask: tuple[Any, Tensor, Tensor] | None = None  # the last mask: its key, itself, all ranks' mask
 
     def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-        """In the place of torch's scaled_dot_product_attention: [B, H, L, D]. layer: the module that attends."""
+        """Return attention in place of torch's scaled_dot_product_attention: [B, H, L, D]. layer: name of the
+        module."""
         number = self._attended[layer]
         self._attended[layer] += 1
         name = f"{layer} {number}" if number else layer
@@ -142,9 +144,9 @@ class PlannedAttention:
         return out
 
     def _follow(self, name: LayerName, query: Tensor, key: Tensor, value: Tensor, marks: Marks) -> Followed:
-        """How a layer attends, alike on all ranks, which all come here."""
+        """Return the decision about a layer, equal on all ranks. All ranks call it."""
         own_keys = key in marks or value in marks
-        # Keys that no rank cut are the same bits on all: what they were computed of may have escaped the marks.
+        # Keys without own tokens must have equal bits on all ranks: else marks were lost on the way.
         bits = "" if own_keys else repr((key.double().sum().item(), value.double().sum().item()))
         rows = query.shape[-2], key.shape[-2]
         facts = [name, query in marks, own_keys, bits, *rows, marks.joined.get(rows[1], 1)]
@@ -168,6 +170,7 @@ class PlannedAttention:
     def _exchanged(
         self, name: LayerName, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, call: Mapping[str, Any], found: Followed
     ) -> Tensor:
+        """Return attention with queries, keys and values exchanged by the engine."""
         if q_BHLD.ndim != 4 or q_BHLD.shape[-1] != v_BHLD.shape[-1] or call.get("dropout_p"):
             raise UserError(f"{name} attends with dropout, or to values of another width than keys: run it on one rank")
         scale, usual = call.get("scale"), q_BHLD.shape[-1] ** -0.5
@@ -182,18 +185,20 @@ class PlannedAttention:
         qkv = LazyQKV(lambda: q, lambda: k, lambda: v, found.segments, k.shape[2], masks)
         self._host.check_room(kind_of(name), self._layers[kind_of(name)], qkv)
         out_BHLD = _out_of_groups(self._host.attend(qkv, name), groups)
-        # Queries that attend to nothing, as torch has them.
+        # Queries that attend to nothing are zero, as in torch.
         return out_BHLD if attending_BL is None else out_BHLD * attending_BL[:, None, :, None]
 
     def _sends_groups(self, key_heads: int) -> bool:
-        """Whether keys and values that several heads of queries share travel once: where every rank has one."""
+        """Return True if keys and values that several query heads share are sent only once. That needs one key head for
+        each rank."""
         config = self._host.config
         return config.codec == "none" and config.arrival == "now" and self._host.sequence.mesh.ulysses <= key_heads
 
     def _gathered(
         self, k_BHLD: Tensor, v_BHLD: Tensor, call: dict[str, Any], found: Followed
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Keys and values of all ranks, and their masks where these are a shard's."""
+        """Return the keys and values of all ranks, and the arguments of attention. A mask for own keys is gathered
+        too."""
         sequence, mask = self._host.sequence, call.get("attn_mask")
         shares = _sums(one.shares(sequence.topology) for one in found.segments)
         k_BHSD, v_BHSD = (sequence.gather_rows(x, shares, 2, *COUNTED) for x in (k_BHLD, v_BHLD))
@@ -204,42 +209,44 @@ class PlannedAttention:
     def _masks_of(
         self, name: LayerName, mask: Tensor | None, batch: int, found: Followed
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The masks of all ranks' keys by segment, and which of the own queries attend to anything; None for all."""
+        """Return the masks of all ranks' keys by segment, and a mask of own queries that attend to anything (None:
+        all)."""
         if mask is None:
             return {}, None
         keys_BL, queries_BL = _of_keys_and_queries(name, mask, batch, found.rows)
         sequence = self._host.sequence
         of_segments = [one.shares(sequence.topology) for one in found.segments]
-        # Layers often share one mask. It is kept, so that no other one can have its memory meanwhile.
+        # Layers often share one mask. It is kept, so that no other mask can get its memory address.
         told = mask.data_ptr(), mask.shape, mask.stride(), mask._version, found.segments
         if self._mask is None or self._mask[0] != told:
             self._mask = told, mask, sequence.gather_rows(keys_BL, _sums(of_segments), 1, *COUNTED)
-        # Rank by rank, rows of each segment: which of a rank's rows are called which segment's makes no difference.
+        # A rank's rows are taken as its rows of each segment in turn: the assignment makes no difference.
         pieces = self._mask[2].split([share for of in zip(*of_segments, strict=True) for share in of], dim=1)
         number = len(found.segments)
         return {one.name: torch.cat(pieces[n::number], dim=1) for n, one in enumerate(found.segments)}, queries_BL
 
 
 def kind_of(name: LayerName) -> str:
-    """As of a `LayerKey`, of all that a layer computes in a call."""
+    """Return the kind of a layer, see `LayerKey.kind`, for any of its attentions in a call."""
     return LayerKey(name.partition(" ")[0]).kind
 
 
 def _in_groups(x_BHLD: Tensor, groups: int) -> Tensor:
-    """[groups * B, L, H / groups, D]: heads that share a key's are those of one place in all groups."""
+    """Return queries as [groups * B, L, H / groups, D]. Heads that share a key head are at the same place in all
+    groups."""
     B, H, L, D = x_BHLD.shape
     return x_BHLD.view(B, H // groups, groups, L, D).permute(2, 0, 3, 1, 4).reshape(groups * B, L, H // groups, D)
 
 
 def _out_of_groups(x_BLHD: Tensor, groups: int) -> Tensor:
-    """The inverse: [B, H, L, D]."""
+    """Return the output as [B, H, L, D]: the inverse of `_in_groups`."""
     B, L, H, D = x_BLHD.shape
     return x_BLHD.view(groups, B // groups, L, H, D).permute(1, 3, 0, 2, 4).reshape(B // groups, H * groups, L, D)
 
 
 def segments_of(sequence: Any, rows: Sequence[int], joined: int = 1) -> Segments:
-    """Return the segments of which every rank has so many rows; none where there are no such. joined: how many they are
-    where the same number of tokens may be there several times: a text's that are as many as an image's."""
+    """Return the segments of which every rank has as many rows as `rows` says; () if there are none. joined: number of
+    segments to try if one may repeat, as with a text of as many tokens as its image."""
     all_of = sequence.segments
     one_each = (some for number in range(1, len(all_of) + 1) for some in combinations(all_of, number))
     several = combinations_with_replacement(all_of, joined) if joined > 1 else ()
@@ -252,8 +259,8 @@ def segments_of(sequence: Any, rows: Sequence[int], joined: int = 1) -> Segments
 def _of_keys_and_queries(
     name: LayerName, mask: Tensor, batch: int, rows: tuple[int, int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a mask of torch's attention: which keys are attended to, [B, keys], and which queries attend to anything,
-    [B, queries]; None for all. Raises UserError for masks that are more than these two."""
+    """Return the keys that a mask lets attend to, bool [B, keys], and the queries that attend to anything, bool [B,
+    queries] or None for all. Raise UserError for masks that are not the product of these two."""
     queries, keys = rows
     if mask.dtype != torch.bool:
         raise UserError(
@@ -275,4 +282,5 @@ def _of_keys_and_queries(
 
 
 def _sums(shares: Iterable[Iterable[int]]) -> list[int]:
+    """Return sums of the entries at each position."""
     return [sum(of) for of in zip(*shares, strict=True)]

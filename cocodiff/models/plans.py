@@ -1,4 +1,4 @@
-"""Plans that this project brings for classes of diffusers that have none, or one that is wrong or dear.
+"""Plans of this project for diffusers' classes whose own plan is missing, wrong or slow.
 
 A class that is not here runs by its own `_cp_plan`, if it has one. Those in `OWN` have one that was compared with one
 process, as all plans here were: `tests/test_plans.py`.
@@ -12,10 +12,10 @@ from cocodiff.config.errors import UserError
 from cocodiff.models.plan import Cut, Gather, Plan
 
 VIDEO, TEXT = "video", "text"
-ROTARY = (Cut(1, 3), Cut(2, 4))  # interleaved, or split: with a dimension of heads before that of tokens
+ROTARY = (Cut(1, 3), Cut(2, 4))  # interleaved angles, or split ones with a dimension of heads before the tokens'
 OWN = ("ChronoEditTransformer3DModel", "MiniMaxH3Transformer3DModel")
 
-# Attention over the text has all of it, so nothing of it travels. TI2V has a timestep for each token.
+# Every rank has the whole text and attends to it without an exchange. TI2V has a timestep for each token.
 WAN: Plan = {
     "": {"timestep": Cut(1, 2)},
     "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
@@ -25,14 +25,14 @@ WAN: Plan = {
 
 PLANS: dict[str, Plan] = {
     "WanTransformer3DModel": WAN,
-    # The text goes whole into attention over the text alone, so nothing of it travels.
+    # Every rank has the whole text and attends to it without an exchange.
     "LTXVideoTransformer3DModel": {
         "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2)},
         "rope": {0: Cut(1, 3), 1: Cut(1, 3)},
         "proj_out": Gather(1),
     },
-    # diffusers' own is a copy of the one for LTX-Video: it cuts texts of two streams by one length, and neither the
-    # angles between video and audio nor timesteps for each token. Audio is short: every rank has all of it.
+    # diffusers' own plan is a copy of LTX-Video's: it cuts the texts of two streams by one length, and does not cut the
+    # angles between video and audio, nor timesteps for each token. Audio is short: every rank has all of it.
     "LTX2VideoTransformer3DModel": {
         "": {"hidden_states": Cut(1, 3), "timestep": Cut(1, 2), "video_keyframes_mask": Cut(1, 3)},
         "rope": {0: ROTARY, 1: ROTARY},
@@ -63,7 +63,7 @@ PLANS: dict[str, Plan] = {
         "layers.*": {"attn_mask": Cut(1), "freqs_cis": Cut(1), "noise_mask": Cut(1)},
         "all_final_layer.*": {"noise_mask": Cut(1), 0: Gather(1)},
     },
-    # Its forward goes on with whole tensors after the last block, as Kandinsky's and Krea's do.
+    # Its forward continues with whole tensors after the last block, as Kandinsky's and Krea's do.
     "SkyReelsV2Transformer3DModel": {
         "rope": {0: Cut(1, 4), 1: Cut(1, 4)},
         "blocks.0": {"hidden_states": Cut(1)},
@@ -108,7 +108,7 @@ PLANS: dict[str, Plan] = {
 
 FIRST_FRAME = "tokens of the first frame are told by their place"
 HISTORY = "keys of the history are amplified by their place among all tokens"
-# Settings of a model's config with which its plan would be wrong: name, value (True for any that is set) and reason.
+# Settings of a model's config with which its plan is wrong: name, value (True for any that is set) and reason.
 UNLESS: dict[str, tuple[str, Any, str]] = {
     "HunyuanVideoTransformer3DModel": ("image_condition_type", "token_replace", FIRST_FRAME),
     "HeliosTransformer3DModel": ("is_amplify_history", True, HISTORY),
@@ -116,8 +116,8 @@ UNLESS: dict[str, tuple[str, Any, str]] = {
 
 
 def plan_of(model: Any) -> Plan | None:
-    """The plan of a transformer's class: ours, or else its own; None where there is neither. Raises UserError for a
-    model that ours does not fit."""
+    """Return the plan of a transformer's class: ours, else its own, else None. Raise UserError for a model that ours
+    does not fit."""
     name = known_name(model)
     if name in UNLESS:
         setting, value, reason = UNLESS[name]
@@ -128,12 +128,12 @@ def plan_of(model: Any) -> Plan | None:
 
 
 def known_name(model: Any) -> str:
-    """The name of a transformer's class in diffusers whose plan was compared with one process; "" for others."""
+    """Return the name of a transformer's class in diffusers if its plan was compared with one process, else ""."""
     names = [kind.__name__ for kind in type(model).__mro__ if f"{kind.__module__}.".startswith("diffusers.")]
     return next((name for name in names if name in PLANS or name in OWN), "")
 
 
 def is_proven(model: Any, plan: Plan) -> bool:
-    """Whether the plan is the one with which this class was compared with one process."""
+    """Return True if `plan` is the one with which this class was compared with one process."""
     name = known_name(model)
     return bool(name) and plan == PLANS.get(name, getattr(model, "_cp_plan", None))

@@ -25,6 +25,8 @@ TOKENS: Plan = {
 
 
 class QwenImageAdapter(Adapter):
+    """The adapter of Qwen-Image."""
+
     plan = TOKENS
     attention_kwargs = "attention_kwargs"
 
@@ -35,7 +37,7 @@ class QwenImageAdapter(Adapter):
 
 
 class QwenAttentionProcessor(AttentionProcessor):
-    """Does what diffusers' QwenDoubleStreamAttnProcessor2_0 does; attention itself is asked of the engine."""
+    """The attention of diffusers' QwenDoubleStreamAttnProcessor2_0, computed by the engine."""
 
     def __call__(
         self,
@@ -71,8 +73,8 @@ FAMILY = Family(
     ),
     vae_numbers=(),
     vae_lists=("latents_mean", "latents_std"),
-    # A video's VAE: convolutions over three frames, two of them padding, whose inputs are kept for the next frame
+    # A video's VAE: its convolutions cover three frames, two of them padding, and keep inputs for the next frame.
     vae=VaeSize(126_892_531, decoding=2021, encoding=1259, tile=256, band=(2021, 1259), attention=384),
-    branches=2,  # true classifier-free guidance calls the model twice a step: two sets of caches
+    branches=2,  # true classifier-free guidance calls the model twice a step, with a set of caches for each call
     unsharded_copies=1,  # tokens are cut at the first block
 )

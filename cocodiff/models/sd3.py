@@ -22,6 +22,8 @@ TOKENS: Plan = {
 
 
 class SD3Adapter(Adapter):
+    """The adapter of Stable Diffusion 3 and 3.5."""
+
     plan = TOKENS
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
@@ -36,10 +38,8 @@ class SD3Adapter(Adapter):
 
 
 class SD3AttentionProcessor(AttentionProcessor):
-    """Does what diffusers' JointAttnProcessor2_0 does; attention itself is asked of the engine.
-
-    Serves the joint attention and, in SD3.5's dual layers, the second one over image tokens alone.
-    """
+    """The attention of diffusers' JointAttnProcessor2_0, computed by the engine: joint attention and, in SD3.5's dual
+    layers, the second attention over image tokens alone."""
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
@@ -74,5 +74,5 @@ FAMILY = Family(
     patch=None,
     text_tokens=333,  # 77 of CLIP and 256 of T5
     rows_per_image=2,  # classifier-free guidance puts both halves in one call
-    unsharded_copies=3,  # what the patches give, their positions, and the sum
+    unsharded_copies=3,  # the patches' output, their positions, and the sum
 )

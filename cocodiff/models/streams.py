@@ -1,6 +1,6 @@
-"""What the families' attention has in common: text and image streams that are projected, normalised, rotated and
-concatenated. q and k are normalised and rotated in one pass by the engine's fused kernel where it is the faster way and
-does what the model's own modules do, else by those modules."""
+"""The common part of the families' attention: text and image streams that are projected, normalised, rotated and
+concatenated. q and k are normalised and rotated in one pass by our fused kernel, if it is faster and equals the model's
+modules; else by these modules."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch.nn import functional
 
 from cocodiff.kernels import Kernels
 
-WORTH_A_GRAPH = 2**18  # bytes of a q or k from which on a graph of the norm alone is faster than the norm as it is
+WORTH_A_GRAPH = 2**18  # bytes of a q or k from which a compiled norm without rotation is faster than the module
 
 
 class Rotary(NamedTuple):
-    """The rotary embedding of some rows: how channels pair, and the tables, as `TorchOps.qk_norm_rope` takes them."""
+    """The rotary embedding of some rows."""
 
-    layout: str = "none"
-    tables: tuple[Tensor, ...] = ()
+    layout: str = "none"  # the pairing of channels, as for `TorchOps.qk_norm_rope`
+    tables: tuple[Tensor, ...] = ()  # cos and sin, or one complex table, as it takes them
 
     def rows(self, rows: slice) -> Rotary:
+        """Return the embedding of some of the rows."""
         return Rotary(self.layout, tuple(table[rows] for table in self.tables))
 
     def turn(self, x_BLHD: Tensor) -> Tensor:
-        """The rotation alone, by diffusers."""
+        """Return x rotated by diffusers' own function."""
         if self.layout == "complex":
             from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 
@@ -40,16 +41,16 @@ UNTURNED = Rotary()
 
 
 class Norm(NamedTuple):
-    """What a normalisation is to the fused kernel. round_before_weight: and after it, as diffusers' RMSNorm does."""
+    """The parameters of a normalisation, for the fused kernel."""
 
     weight_D: Tensor | None = None
-    epsilon: float | None = None
-    round_before_weight: bool = False
+    epsilon: float | None = None  # None: no normalisation
+    round_before_weight: bool = False  # round also before the weight, as diffusers' RMSNorm does
 
 
 def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: Kernels) -> Tensor:
-    """A q or k, normalised and rotated: [B, L, H, D]."""
-    if not x_BLHD.shape[1]:  # a rank may have no text at all, and an empty tensor's shape is ambiguous to a rotation
+    """Return a q or k, normalised and rotated: [B, L, H, D]."""
+    if not x_BLHD.shape[1]:  # a rank may have no text, and diffusers' rotation fails on empty tensors
         return x_BLHD
     known = as_data(norm, x_BLHD)
     if known is not None and _in_one_pass(x_BLHD, known, rotary) and kernels.by_sycl("qk_norm_rope", x_BLHD):
@@ -62,12 +63,13 @@ def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: K
 
 
 def _by_modules(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
+    """Normalise and rotate by the model's own modules."""
     x_BLHD = x_BLHD if norm is None else norm(x_BLHD)
     return x_BLHD if rotary.layout == "none" else rotary.turn(x_BLHD)
 
 
 def as_data(norm: nn.Module | None, x_BLHD: Tensor) -> Norm | None:
-    """A plain RMSNorm over the heads' channels in their dtype; None for a module that is or does anything else."""
+    """Return a plain RMSNorm over the heads' channels as data; None for any other module."""
     from diffusers.models.normalization import RMSNorm
 
     if norm is None:
@@ -84,11 +86,13 @@ def as_data(norm: nn.Module | None, x_BLHD: Tensor) -> Norm | None:
 
 
 def _is_changed(module: nn.Module) -> bool:
+    """Return True if hooks or a replaced forward change what a module computes."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _in_one_pass(x_BLHD: Tensor, norm: Norm, rotary: Rotary) -> bool:
-    """Whether there is work that the kernel knows: tables of its precision, and no gradients to keep."""
+    """Return True if the fused kernel can do this: tables of its precision, no gradients, and at least one of norm and
+    rotation."""
     if norm.epsilon is None and rotary.layout == "none":
         return False
     table = torch.complex64 if rotary.layout == "complex" else torch.float32
@@ -97,10 +101,10 @@ def _in_one_pass(x_BLHD: Tensor, norm: Norm, rotary: Rotary) -> bool:
 
 
 class Stream(NamedTuple):
-    """This rank's tokens of one kind, and how their q, k and v come about."""
+    """This rank's tokens of one kind, and the layers that make their q, k and v."""
 
     x_BLC: Tensor
-    to_q: Callable[[Tensor], Tensor]
+    to_q: Callable[[Tensor], Tensor]  # projection to q, which may be a cached call
     to_k: nn.Module
     to_v: nn.Module
     norm_q: nn.Module | None = None
@@ -109,18 +113,19 @@ class Stream(NamedTuple):
 
 
 def image_stream(attn: Any, x_BLC: Tensor, rotary: Rotary = UNTURNED) -> Stream:
-    """By the layers that diffusers' joint attention has for an image's tokens."""
+    """Return an image's tokens with the layers of diffusers' joint attention for them."""
     return Stream(x_BLC, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k, rotary)
 
 
 def text_stream(attn: Any, x_BLC: Tensor, rotary: Rotary = UNTURNED) -> Stream:
-    """By those that it has for a text's."""
+    """Return a text's tokens with the layers of diffusers' joint attention for them."""
     added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
     return Stream(x_BLC, *added, attn.norm_added_q, attn.norm_added_k, rotary)
 
 
 def joint_outputs(attn: Any, out_BLC: Tensor, text_rows: int) -> tuple[Tensor, Tensor]:
-    """What the layers behind joint attention make of an image's rows, and of a text's, which stand first."""
+    """Return the image's and the text's rows after the output projections of joint attention. The text's rows are first
+    in `out_BLC`."""
     image_BLC = out_BLC[:, text_rows:].contiguous()
     for layer in attn.to_out:
         image_BLC = layer(image_BLC)
@@ -128,7 +133,8 @@ def joint_outputs(attn: Any, out_BLC: Tensor, text_rows: int) -> tuple[Tensor, T
 
 
 class Streams(NamedTuple):
-    """Streams in the order in which the model concatenates them; `q`, `k` and `v` compute [B, L, H, D] when called."""
+    """The streams of attention, in the order in which the model concatenates them. `q`, `k` and `v` compute [B, L, H,
+    D]."""
 
     streams: Sequence[Stream]
     heads: int
@@ -151,13 +157,13 @@ class Streams(NamedTuple):
 
 
 def heads_of(x_BLC: Tensor, heads: int) -> Tensor:
-    """[B, L, H, D], a view."""
+    """Return a view as [B, L, H, D]."""
     B, L, C = x_BLC.shape
     return x_BLC.view(B, L, heads, C // heads)
 
 
 class Once:
-    """A tensor that is computed when it is first asked for. Unlike functools.cache, torch.compile follows it."""
+    """A tensor that is computed at its first use. Unlike functools.cache, torch.compile can trace it."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute = compute
@@ -170,12 +176,9 @@ class Once:
 
 
 class FusedLinear:
-    """One linear layer whose output channels are wanted at different times.
-
-    Channels that are asked for before the first ones are computed alone, through a view of the layer's weight, and so
-    are all others from then on. That needs a plain layer: with LoRA, quantised weights or hooks on it, its whole output
-    is computed at the first call and kept.
-    """
+    """One linear layer whose output channels are needed at different times. If later channels are needed before the
+    first ones, they are computed alone, by a view of the layer's weight, and then so are all others. That needs a plain
+    layer: with LoRA, quantised weights or hooks its whole output is computed at the first call and kept."""
 
     def __init__(self, layer: nn.Module, x_BLC: Tensor) -> None:
         self._layer, self._x_BLC = layer, x_BLC
@@ -183,7 +186,7 @@ class FusedLinear:
         self._apart = False
 
     def channels(self, start: int, end: int | None) -> Tensor:
-        """Output channels from `start` up to `end`, [B, L, end - start]."""
+        """Return the output channels from `start` up to `end`, [B, L, end - start]."""
         if self._whole_BLC is None and (start > 0 or self._apart) and is_plain(self._layer):
             self._apart = True
             layer: Any = self._layer
@@ -195,5 +198,5 @@ class FusedLinear:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """A linear layer that does nothing but multiply with its own dense weight."""
+    """Return True for a linear layer that only multiplies with its own dense weight."""
     return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not _is_changed(layer)

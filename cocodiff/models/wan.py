@@ -27,5 +27,5 @@ FAMILY = Family(
     token_vae=VaeSize(704_688_668, 1780, 613, 256, (1780, 613), 1024, (5649, 1984), factor=16, frames=4),
     text_tokens=0,  # attention over the text exchanges nothing
     branches=2,  # guidance calls the model twice a step
-    unsharded_copies=2,  # what the patches give, and the copy in order that the first block takes, where it is cut
+    unsharded_copies=2,  # the patches' output, and its contiguous copy for the first block, where tokens are cut
 )

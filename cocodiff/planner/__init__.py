@@ -1,1 +1,1 @@
-"""Predicts memory, bytes and time of runs, and answers what a run leaves open: its mesh, its codec, its partition."""
+"""Predictions of a run's memory, bytes and time, and the choice of its mesh, codec and partition."""

@@ -1,10 +1,10 @@
-"""The planner's answers to a run: which mesh and which codec `auto` stand for, and whether there is room for what is
-kept. All ranks find the same.
+"""The planner's answers to a run: the mesh and the codec that `auto` stands for, and checks of memory. All ranks find
+the same answers.
 
-The engine asks by the table `PLANNER` of the registry, so that runs which leave nothing open import none of this. As it
-chooses before it has seen a call, mesh and codec are those for an image of 1024 x 1024 pixels with a prompt of 512
-tokens. Larger images compute somewhat longer for their bytes. What a mesh or a codec takes is what `plan` says of a
-layer (`layers.py`).
+The engine asks by the table `PLANNER` of the registry, so a run that leaves nothing open imports none of this. It asks
+before it has seen a call. So mesh and codec are chosen for an image of 1024 x 1024 pixels with a prompt of 512 tokens;
+larger images compute somewhat longer for their bytes. A mesh or a codec costs what `plan` predicts for a layer
+(`layers.py`).
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ from cocodiff.planner.layers import PlannedCall, Sent, kinds_of
 from cocodiff.planner.memory import check_fits, run_cache, size_run
 from cocodiff.topology.axes import Mesh, meshes
 
-FROM_THE_FINEST = (*EXACT_CODECS, "int8", "int4", "int2")
-UNEVEN = 1.15  # without rates, a longer ring is chosen where heads are so much more uneven
-GAIN = 1.02  # a longer ring or a coarser codec is chosen where others take more than so many times as long
-# Of a run's tensors, the part that attention waits for: the first step and the last ones of 50, and with `adaptive` as
-# many as the embedded model's controller has waited for.
+FROM_THE_FINEST = (*EXACT_CODECS, "int8", "int4", "int2")  # codecs, from those that change tensors least
+# Without rates, a longer ring is chosen if the shorter one's heads are more uneven by this factor.
+UNEVEN = 1.15
+GAIN = 1.02  # a longer ring or a coarser codec is chosen if the others take longer by more than this factor
+# The part of a run's tensors that attention waits for: those of the first and the last steps of 50, and with `adaptive`
+# the part in a recorded run of the embedded model.
 AWAITED = {"now": 1.0, "displaced": 0.06, "adaptive": 0.3}
 
 
 class PricedMesh(NamedTuple):
-    """A mesh, and what a layer sends and takes in it."""
+    """A mesh with the predicted bytes and seconds of a layer."""
 
     mesh: Mesh
-    sent: Sent
-    seconds: float  # where the machine file does not tell all rates, in those of even heads
+    sent: Sent  # the messages of a layer
+    seconds: float  # seconds of a layer; without all rates, the largest number of heads on a rank over the mean
 
 
 def price(config: Config, mesh: Mesh, work: AttentionWork) -> PricedMesh:
-    """Price a layer whose attention calls are `work`. Raises UserError where the settings do not allow the mesh."""
+    """Return a mesh with the cost of a layer whose attention calls are `work`. Raise UserError if the settings do not
+    allow the mesh."""
     shape = ModelShape("a layer", work.heads, work.head_dim, 1, 1)
     case = Case(shape, mesh.topology, config, work.segments, work.batch, work.itemsize, known_mesh=mesh)
     (kind,) = kinds_of(case)
@@ -61,15 +63,18 @@ def price(config: Config, mesh: Mesh, work: AttentionWork) -> PricedMesh:
 
 
 def price_meshes(config: Config, topology: Topology, work: AttentionWork) -> list[PricedMesh]:
-    """Price every mesh that ranks, heads and settings allow: keys before other kinds, shorter rings before longer ones,
-    then those with fewer bytes out of the busiest node, and out of all. Raises UserError where there is none."""
+    """Return all meshes that ranks, heads and settings allow, with their costs. Raise UserError if there is none.
+
+    They are sorted: key rings before other kinds, then shorter rings, then fewer bytes out of the busiest node, then
+    fewer internode bytes.
+    """
     kinds = list(RINGS) if config.ring_kind == "auto" else [config.ring_kind]
     found, refused = list[PricedMesh](), list[UserError]()
     for kind in kinds:
         for mesh in meshes(topology, work.heads, config.ring, config.placement, kind):
             try:
                 found.append(price(config, mesh, work))
-            except UserError as error:  # as `chunks: auto` on so many nodes as were not measured
+            except UserError as error:  # such as `chunks: auto` on a number of nodes that was not measured
                 refused.append(error)
     if not found:
         raise refused[0]
@@ -81,16 +86,19 @@ def price_meshes(config: Config, topology: Topology, work: AttentionWork) -> lis
 
 
 def choose_mesh(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
-    """Return the mesh of a run: of those that take least the first one; where the machine's file does not tell all
-    rates, of those with the evenest heads. Raises UserError for a ring that ranks and heads do not allow."""
-    config = config.with_(codec="none") if config.codec == "auto" else config  # which is chosen later, for the mesh
+    """Return the mesh of a run: the first, in the order of `price_meshes`, that is about as fast as the fastest.
+
+    Without all of the machine's rates, evenness of heads is compared in place of time. Raise UserError for a ring that
+    ranks and heads do not allow.
+    """
+    config = config.with_(codec="none") if config.codec == "auto" else config  # auto is decided later, for the mesh
     found, near = price_meshes(config, topology, work), UNEVEN if topology.machine.missing_rates else GAIN
     least = min(one.seconds for one in found)
     return next(one.mesh for one in found if one.seconds <= near * least)
 
 
 def choose_codec(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str]:
-    """Return the settings with the finest codec that is as fast as any, and what was decided in words."""
+    """Return the settings with the finest codec that is about as fast as the fastest, and the choice in words."""
     if topology.size == 1 or topology.machine.missing_rates:
         codec = FROM_THE_FINEST[0]
         told = f"codec auto: {codec}, as the machine file does not tell rates, or one rank sends nothing"
@@ -113,9 +121,13 @@ def check_room(
     on_node: int,
     held: int,
 ) -> None:
-    """Raises UserError where this rank does not have the memory for what a run keeps between calls. call: its batch,
-    the bytes of a number and the branches. on_node: ranks that share the node's memory. held: bytes of it that are kept
-    already."""
+    """Raise UserError if this rank lacks the memory for what a run keeps between calls.
+
+    Args:
+        call: batch, bytes of an element and guidance branches of the model's call
+        on_node: number of ranks that share the node's memory
+        held: bytes that are already kept between calls
+    """
     free = free_memory(device, on_node)
     if free is None:
         return
@@ -129,7 +141,8 @@ def check_room(
 
 
 def check_room_for_layers(layers: int, qkv: LazyQKV, ranks: SequenceRanks, on_node: int) -> None:
-    """As `check_room`, for what so many layers keep for one branch of guidance. qkv: of one of them."""
+    """Raise UserError if this rank lacks the memory that `layers` layers keep for one guidance branch. qkv: of one of
+    them."""
     q_BLHD = qkv.q()
     free = free_memory(q_BLHD.device, on_node)
     if free is None:

@@ -1,7 +1,7 @@
-"""A case to plan: a batch of a model's images, or a video, by some settings on ranks of a machine.
+"""A case to plan: a batch of a model's images, or a video, with some settings on the ranks of a machine.
 
-A case goes from the options of a command to its tables: how much memory it takes (`memory.py`), how long (`layers.py`),
-and how the ranks of a job are divided (`choice.py`).
+The commands' options become a case. From it follow its memory (`memory.py`), its time (`layers.py`), and the division
+of a job's ranks (`choice.py`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from cocodiff.topology.layout import Segments
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer as memory sees it."""
+    """The sizes of a transformer that decide its memory and time."""
 
     name: str
     heads: int
     head_dim: int
-    joint_layers: int  # attention over image and text tokens, then an MLP (double blocks)
-    parameters: int  # numbers that the weights hold
-    parallel_layers: int = 0  # the MLP runs beside the attention (FLUX's single blocks)
+    joint_layers: int  # layers with attention over image and text tokens, then an MLP (double blocks)
+    parameters: int  # elements of all weights
+    parallel_layers: int = 0  # layers with the MLP beside the attention (FLUX's single blocks)
     image_layers: int = 0  # second attentions over image tokens alone (the dual layers of SD3.5 Medium)
     mlp_ratio: float = 4.0  # width of the MLP's hidden layer over the model's
-    gated_mlp: bool = False  # whether that layer is made of two
-    text_tokens: int = 512  # of the longest prompt
-    pixels_per_token: int = 16  # of a side: the VAE's factor times the patch
-    rows_per_image: int = 1  # batch rows of a call for one image: 2 where guidance puts both halves in one call
-    branches: int = 1  # calls in one step: 2 where guidance calls the model twice
-    # Tensors of all image tokens that a rank has before the engine cuts them: 3 where the model adds positions to them
-    # (what the patches give, the positions, the sum), 1 where they are cut at the first block, 0 where the call's
-    # inputs are.
+    gated_mlp: bool = False  # True if the hidden layer is the product of two
+    text_tokens: int = 512  # tokens of the longest prompt
+    pixels_per_token: int = 16  # pixels of a token's side: the VAE's factor times the patch
+    rows_per_image: int = 1  # batch rows of a call for one image: 2 if guidance puts both halves in one call
+    branches: int = 1  # calls in one step: 2 if guidance calls the model twice
+    # Tensors of all image tokens on a rank before the engine cuts them: 3 if the model adds positions to them (the
+    # patches' output, the positions, the sum), 1 if they are cut at the first block, 0 if the call's inputs are cut.
     unsharded_copies: int = 0
-    encoders: int = 0  # numbers that the weights of all text encoders hold; 0 where that is not known
-    vae: VaeSize | None = None  # what the VAE takes; None where that is not known
-    video: Video | None = None  # what the model makes of itself; None for images
+    encoders: int = 0  # elements of the weights of all text encoders; 0 if that is not known
+    vae: VaeSize | None = None  # memory of the VAE; None if that is not known
+    video: Video | None = None  # default size of the videos that the model makes; None for images
 
     def __post_init__(self) -> None:
         may_be_zero = ("joint_layers", "parallel_layers", "image_layers", "text_tokens", "unsharded_copies", "encoders")
@@ -59,10 +58,11 @@ class ModelShape:
 
     @property
     def width(self) -> int:
+        """The channels of a token."""
         return self.heads * self.head_dim
 
     def image_tokens(self, side: int) -> int:
-        """Tokens of a square image of `side` pixels. Raises UserError for sides that patches do not fill."""
+        """Return the tokens of a square image of `side` pixels. Raise UserError for sides that patches do not fill."""
         a_side, rest = divmod(side, self.pixels_per_token)
         if rest or side < 1:
             lower, step = max(1, a_side) * self.pixels_per_token, self.pixels_per_token
@@ -73,7 +73,7 @@ class ModelShape:
         return a_side**2
 
     def video_tokens(self, video: Video) -> int:
-        """Tokens of a video, of a model whose VAE is known. Raises UserError for frames and sides that patches do not
+        """Return the tokens of a video. The VAE must be known. Raise UserError for frames and sides that patches do not
         fill."""
         assert self.vae is not None, "what a latent frame is"
         each, side = self.vae.frames, self.pixels_per_token * self.vae.factor // VAE_FACTOR
@@ -85,13 +85,13 @@ class ModelShape:
         return (1 + video.frames // each) * (video.height // side) * (video.width // side)
 
     def segments(self, side: int) -> Segments:
-        """Return the tokens of joint attention: a square image of `side` pixels, the longest prompt. Raises as
+        """Return the segments of joint attention: a square image of `side` pixels, the longest prompt. Raise as
         `image_tokens`."""
         return image_and_text(self.image_tokens(side), self.text_tokens)
 
 
 def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) -> ModelShape:
-    """The shape of a family's transformer from its config."""
+    """Return the shape of a family's transformer from its config. parameters: elements of its weights."""
     mlp_ratio = config.get("mlp_ratio", 4.0)
     if "ffn_dim" in config:
         mlp_ratio = config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"])
@@ -109,8 +109,11 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
 
 
 def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int, int]:
-    """Return the numbers of joint, parallel and image layers that keep something: of `state_layers` in all, those that
-    a model calls first. Its dual blocks, the first ones, have a joint and an image layer each."""
+    """Return the numbers of joint, parallel and image layers that keep tensors between calls.
+
+    They are the first `state_layers` layers that a model calls (None: all). Its first blocks, the dual ones, have a
+    joint and an image layer each.
+    """
     left = shape.joint_layers + shape.parallel_layers + shape.image_layers if state_layers is None else state_layers
     image = min(shape.image_layers, left // 2)
     joint = min(shape.joint_layers, left - image)
@@ -119,27 +122,27 @@ def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int,
 
 @dataclass(frozen=True)
 class Case:
-    """A batch on ranks that share its sequence, or on all ranks of a job, as long as these are not divided."""
+    """A batch on ranks that share its sequence; or on all ranks of a job, until these are divided."""
 
     shape: ModelShape
     topology: Topology
     config: Config
     segments: Segments  # tokens of one call of the model
     batch: int = 1  # rows of one call
-    itemsize: int = 2  # bytes of a number
+    itemsize: int = 2  # bytes of an element
     branches: int = 1  # calls in a step
     steps: int = 50
-    negative: Segments | None = None  # tokens of the last call of a step, where they differ
-    stable: float = 0.7  # the part of the tokens that stay, where a threshold decides
-    decisions: tuple[Decisions, ...] = ()  # recorded runs that say what a controller displaces; default: shipped ones
-    one_peer: bool = False  # whether groups exchange with one peer at a time
+    negative: Segments | None = None  # tokens of the last call of a step, if they differ
+    stable: float = 0.7  # the fraction of tokens that V-Major does not send, if a threshold decides
+    decisions: tuple[Decisions, ...] = ()  # recorded runs of `arrival: adaptive`; default: the shipped ones
+    one_peer: bool = False  # True if groups exchange with one peer at a time
     known_mesh: Mesh | None = None  # default: the one that the engine chooses
     job: tuple[int, int] = (1, 1)  # ranks and nodes of the whole job
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of Ulysses and Ring. Raises UserError where ranks and heads do not allow the ring that the settings
-        ask for, and for `chunks: auto` and `exchange: auto` without a measured table."""
+        """The mesh of Ulysses and Ring. Raises UserError if ranks and heads do not allow the ring, or if `chunks: auto`
+        or `exchange: auto` has no measured table."""
         work = AttentionWork(self.shape.heads, self.shape.head_dim)
         mesh = self.known_mesh or mesh_of(self.config, self.topology, work)
         for group in mesh.parts:
@@ -155,26 +158,27 @@ class Case:
 
     @property
     def image_only(self) -> Segments:
-        """The image's tokens alone."""
+        """The segments of the image alone."""
         return tuple(segment for segment in self.segments if segment.name == IMAGE)
 
     @property
     def tile(self) -> int | None:
-        """The bytes of memory that a rank has; None where the machine does not say."""
+        """The bytes of memory that a rank has; None if the machine file does not say."""
         return self.topology.machine.device.memory
 
     @property
     def latencies(self) -> Latencies:
+        """The machine's latencies."""
         return Latencies.of(self.topology.machine)
 
     @property
     def guides(self) -> bool:
-        """True with two calls in a step, or two halves of one call's rows."""
+        """True with guidance: two calls in a step, or two halves of one call's rows."""
         return self.branches == 2 or self.shape.rows_per_image == 2
 
     @property
     def calls(self) -> list[Case]:
-        """The calls of a step; those that take alike are one case of several branches."""
+        """The calls of a step. Calls that cost the same are one case with several branches."""
         if self.negative is None or self.branches == 1:
             return [self]
         last = replace(self, branches=1, segments=self.negative, negative=None)
@@ -182,21 +186,21 @@ class Case:
 
     @property
     def alike(self) -> Hashable:
-        """The same for cases that take alike: of the same work, whose ranks sit alike, and share NICs alike where they
-        are on several nodes."""
-        nics = self.topology.nics if self.topology.nodes > 1 else ()
+        """A key that is equal for cases of equal cost: equal work on ranks that are arranged in the same way. On
+        several nodes these begin at the same tile of the first one, and share NICs in the same way too."""
         others = (getattr(self, field.name) for field in fields(self) if field.name != "topology")
-        return *others, self.topology.machine, self.topology.relative_places, nics
+        return *others, self.topology.machine, self.topology.relative_places
 
     def tokens(self, name: str) -> int:
-        """Return the number of tokens in the segments of this name."""
+        """Return the number of tokens in the segments called `name`."""
         return sum(segment.tokens for segment in self.segments if segment.name == name)
 
     def with_settings(self, **settings: Any) -> Case:
+        """Return the case with some settings changed."""
         return replace(self, config=self.config.with_(**settings))
 
     def of_branch(self, branch: int) -> Case:
-        """Return the case of the ranks that compute one branch of guidance alone."""
+        """Return the case of the ranks that compute only one branch of guidance."""
         if self.branches == 2:
             segments = self.negative if branch and self.negative else self.segments
             return replace(self, branches=1, segments=segments, negative=None)

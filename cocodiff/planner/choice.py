@@ -1,8 +1,9 @@
-"""Which partition of its ranks a job takes: memory first, then the least predicted time of the whole job.
+"""The choice of a job's partition: of those that fit the memory, the one with the least predicted time of the whole
+job.
 
-Every set of ranks that shares a sequence is priced (`layers.py`) as if it were alone on the machine: replicas that
-share a NIC or a sibling's link do not slow each other down. Two branches of guidance take as long as the longer of
-them, and then each rank sends its branch's whole output to its partner in the other one.
+Each set of ranks that shares a sequence is priced (`layers.py`) as if it were alone on the machine: replicas that share
+a NIC or a sibling's link do not slow each other down. Two branches of guidance take as long as the longer one. Then
+each rank sends its branch's whole output to its partner in the other branch.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.case import Case, coded_layers
 from cocodiff.planner.layers import StepPlan, plan_step
 from cocodiff.planner.memory import RankMemory, block_parameters, check_fits, fullest, misfit
-from cocodiff.planner.partitions import Partition, partitions_of
 from cocodiff.planner.traffic import Traffic, Wires, total
-from cocodiff.topology.axes import Axes, Mesh
+from cocodiff.topology.axes import Axes, Mesh, Partition, partitions_of
 
-OUTPUT_CHANNELS = 64  # of one image token at a model's exit: 16 latent channels of 2 x 2; FLUX.2's 128 are small too
-SAME = 1.001  # times that differ by less are the same time
+OUTPUT_CHANNELS = 64  # channels of an image token at a model's exit: 16 of 2 x 2 latent pixels (FLUX.2: 128)
+SAME = 1.001  # times whose ratio is less are taken as equal
 
 
 def untimed(machine: Machine) -> str | None:
-    """Why there are no times for a machine; None where there are."""
+    """Return the reason why a machine has no predicted times, or None if it has."""
     lacking = machine.missing_rates
     return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
 
 
 def parts_of(case: Case, partition: Partition) -> list[list[Case]]:
-    """Return the cases of every replica's guidance branches, with `weights: auto` and `codec: auto` decided. Raises
-    UserError where the partition does not divide the ranks."""
+    """Return the cases of every replica's guidance branches, with `weights: auto` and `codec: auto` decided.
+
+    Raise UserError if the partition does not divide the ranks.
+    """
     if case.config.weights == "auto":
         case = with_weights_chosen(case, partition)
     axes = Axes.build(case.topology, replica=partition.replicas, guidance=partition.guidance)
@@ -54,16 +56,20 @@ def parts_of(case: Case, partition: Partition) -> list[list[Case]]:
     return [[part_of(*one) for one in enumerate(of_replica)] for of_replica in axes.branches]
 
 
-MARGIN = 4 * 2**30  # bytes of a tile, for the driver and what estimates are off by
+MARGIN = 4 * 2**30  # bytes of a tile that are left free, for the driver and errors of the estimates
 TO_FIT = ("weights", "split_layers", "predictor", "state_layers")  # settings that make a case fit a tile
-NEAR = 1.01  # times as long is taken for what keeps more
+NEAR = 1.01  # settings that keep more are taken if they are slower by at most this factor
 
 
 @lru_cache
 def with_weights_chosen(case: Case, partition: Partition) -> Case:
-    """Return the case with `weights: auto` decided: whole where everything fits a tile, else by as few shared blocks as
-    does it. Where that is not enough, or slower, codecs keep one value of a tensor (predictor last), and of as many
-    layers as fit. What is predicted to take least is chosen; where tensors arrive changed, what changes them least."""
+    """Return the case with `weights: auto` decided.
+
+    Weights are whole if everything fits a tile, else as few blocks are shared as make it fit. If that does not suffice,
+    or is slower, codecs keep one value of a tensor (predictor last), and of only as many layers as fit. The fastest by
+    prediction is taken; without times or with lossy settings, the first of these that fits. If none fits, the last is
+    returned.
+    """
     machine, config, blocks = case.topology.machine, case.config, len(block_parameters(case.shape))
     memory = (machine.device.memory or 0) - MARGIN
     last = {"predictor": "last"} if config.codec != "none" else {}
@@ -71,7 +77,7 @@ def with_weights_chosen(case: Case, partition: Partition) -> Case:
     whole = case.with_settings(weights="whole")
     if memory <= 0 or not blocks:
         return whole
-    divided = chain(*parts_of(whole, partition))  # in meshes that these settings do not change
+    divided = chain(*parts_of(whole, partition))  # their meshes do not depend on these settings
     parts = {part.alike: replace(part, known_mesh=part.mesh) for part in divided}.values()
 
     def fits(one: Case) -> bool:
@@ -82,7 +88,7 @@ def with_weights_chosen(case: Case, partition: Partition) -> Case:
         return whole
 
     def first(count: int, case_of: Callable[[int], Case]) -> list[Case]:
-        """Of so many settings, each of which needs less than the one before, the first that fits."""
+        """Return a list with the first case that fits; empty if none does. Each needs less than the one before."""
         found = bisect_left(range(count), True, key=lambda number: fits(case_of(number)))
         return [case_of(found)] if found < count else []
 
@@ -106,7 +112,7 @@ def with_weights_chosen(case: Case, partition: Partition) -> Case:
 
 
 def shared_weights(config: Config) -> list[str]:
-    """What `weights: auto` became, in words; none where everything fits as it is."""
+    """Return a line that says what `weights: auto` became; none if all weights are whole."""
     if config.split is None:
         return []
     blocks = "all" if config.split_layers is None else config.split_layers
@@ -119,8 +125,11 @@ def shared_weights(config: Config) -> list[str]:
 
 
 def outputs_of(case: Case, partition: Partition) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a step and the bytes of a replica, by link class, in which each rank sends its partner in
-    the other branch its own branch's whole output [B, image tokens, OUTPUT_CHANNELS]."""
+    """Return the seconds per step, and the bytes of a replica by link class, of the exchange of outputs between
+    guidance branches.
+
+    Each rank sends its partner its branch's whole output, [B, image tokens, OUTPUT_CHANNELS].
+    """
     if partition.guidance == 1:
         return 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
     topology, own = case.topology, case.of_branch(0)
@@ -135,17 +144,20 @@ def outputs_of(case: Case, partition: Partition) -> tuple[float, dict[str, float
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """A job's ranks as a partition divides them, and what that takes. Raises UserError where ranks, heads, tokens or
-    settings do not allow the partition, and where nothing links a part's ranks."""
+    """The ranks of a job as a partition divides them, with the predicted costs.
+
+    Raises UserError if ranks, heads, tokens or settings do not allow the partition, and if no link connects the ranks
+    of a part.
+    """
 
     partition: Partition
-    cases: Sequence[Case]  # one a preset, each on all ranks; their times add up
-    images: int = 1
+    cases: Sequence[Case]  # one for each preset, each on all ranks; their times add up
+    images: int = 1  # number of images of a preset
     batches: int = 1  # calls of the pipeline that make the images
 
     @cached_property
     def parts(self) -> list[list[list[Case]]]:
-        """The guidance branches of every replica, for every preset; in the place of all that are alike stands one."""
+        """The cases by preset, replica and guidance branch. Cases of equal cost are one object."""
         known, divided = dict[Hashable, Case](), (parts_of(case, self.partition) for case in self.cases)
         return [
             [[known.setdefault(part.alike, part) for part in of_replica] for of_replica in of_case]
@@ -164,7 +176,7 @@ class Division:
 
     @cached_property
     def steps(self) -> list[StepPlan]:
-        """A mean step of each preset, of the slowest replica, with the bytes of all its ranks."""
+        """The mean step of each preset, of the slowest replica, with the bytes of all its ranks."""
         plan, found = cache(plan_step), []
         for case, of_replicas in zip(self.cases, self.parts, strict=True):
             plans = [[plan(part) for part in of_replica] for of_replica in of_replicas]
@@ -176,7 +188,7 @@ class Division:
         return found
 
     def check_same_bits(self) -> None:
-        """Raises UserError where an image would depend, in its last bits, on the replica that makes it."""
+        """Raise UserError if an image's last bits would depend on the replica that makes it."""
         for case, of_replicas in zip(self.cases, self.parts, strict=True):
             seats = {tuple(part.topology.relative_places for part in parts) for parts in of_replicas}
             ring, config = any(part.mesh.ring > 1 for part in chain(*of_replicas)), case.config
@@ -190,7 +202,7 @@ class Division:
 
     @property
     def image_s(self) -> float:
-        """Seconds of one batch in all presets, denoising alone."""
+        """The seconds of one batch in all presets, denoising alone."""
         return sum(step.image_s for step in self.steps)
 
     @property
@@ -200,37 +212,39 @@ class Division:
 
     @property
     def output_bytes_per_image(self) -> dict[str, float]:
-        """The bytes of one batch in all presets that guidance branches exchange."""
+        """The bytes of one batch in all presets that guidance branches exchange, by link class."""
         return total(step.of_image(step.outputs) for step in self.steps)
 
     @property
     def first_s(self) -> float:
-        """The seconds that a replica's first batch takes longer: all ranks compute both branches of its first step
-        where calls come in turn."""
+        """The additional seconds of a replica's first batch. If guidance's calls come in turn, all ranks compute both
+        branches of its first step."""
         in_turn = self.partition.guidance > 1 and self.cases[0].branches > 1
         return sum(step.step_s for step in self.steps if in_turn)
 
     @property
     def fits(self) -> bool | None:
+        """True if the fullest rank's needs fit a tile; None if its memory is not known."""
         tile = self.cases[0].tile
         return None if tile is None else misfit(self.need, tile) is None
 
     @property
     def rounds(self) -> int:
-        """Batches that the replica with the most of them makes."""
+        """The largest number of batches that a replica makes."""
         return ceil(self.batches / self.partition.replicas)
 
     @property
     def job_s(self) -> float:
-        """Seconds of the whole job, denoising alone."""
+        """The seconds of the whole job, denoising alone."""
         return self.rounds * self.image_s + self.first_s
 
     @property
     def images_per_hour(self) -> float:
+        """The images per hour of the whole job."""
         return self.images * 3600 / self.job_s
 
     def __str__(self) -> str:
-        """As "4 replicas of 24 ranks, each guidance branch on 12 of them (Ulysses 12)"."""
+        """Return for instance "4 replicas of 24 ranks, each guidance branch on 12 of them (Ulysses 12)"."""
         ranks, count = self.mesh.topology.size, self.partition.replicas
         all_ranks = ranks * self.partition.guidance
         told = f"{count} replica{'s' * (count > 1)} of {all_ranks} rank{'s' * (all_ranks > 1)}"
@@ -242,29 +256,30 @@ class Division:
 
 @dataclass(frozen=True)
 class Choice:
-    """The partition of a job, beside all others."""
+    """The partition that was chosen for a job, and the others."""
 
-    taken: Division  # does not fit where none does
-    following: Division | None  # the best of the others that were timed
-    listed: list[Division]  # all that were looked at, as `partitions_of` lists them
-    refused: dict[Partition, UserError]  # why others cannot be
+    taken: Division  # the chosen one; it does not fit the memory if none does
+    following: Division | None  # the next best one; None if there is no other, or no times
+    listed: list[Division]  # all possible ones, in the order of `partitions_of`
+    refused: dict[Partition, UserError]  # the reasons why others are impossible
 
     @property
     def machine(self) -> Machine:
+        """The machine of the job."""
         return self.taken.mesh.topology.machine
 
     @property
     def reason(self) -> str | None:
-        """Why nothing is timed; None where it is."""
+        """The reason why there are no predicted times; None if there are."""
         return untimed(self.machine)
 
     def check_fits(self) -> None:
-        """Raises UserError where no partition fits the memory of a rank."""
+        """Raise UserError if no partition fits the memory of a rank."""
         least = f"the partition that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
         check_fits(self.taken.need, self.taken.cases[0].tile, f"the fullest rank in {least}")
 
     def line(self) -> str:
-        """What was taken, why, and what the next best would cost."""
+        """Return a line with the chosen partition, the reason, and the predicted time of the next best one."""
         taken, following, machine = self.taken, self.following, self.machine.name
         told = f"ranks divided into {taken}"
         if len(self.listed) == 1:
@@ -283,6 +298,7 @@ class Choice:
 
 
 def _seconds(one: Division) -> str:
+    """Return a partition's predicted seconds of the job as text."""
     seconds = one.job_s
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
@@ -295,11 +311,16 @@ def choose(
     guidance: int | None = None,
     least: int = 1,
 ) -> Choice:
-    """Choose the partition of a job that makes so many images, in so many calls of the pipeline, in each of several
-    presets. Where the machine tells no rates, replicas come first, up to one for each batch, then guidance.
+    """Choose the partition of a job. If the machine gives no rates, replicas come first, up to one for each batch, then
+    guidance.
 
-    cases: of one model on all ranks, one for each preset; their times add up. replicas, guidance, least: as in
-    `partitions_of`. Raises UserError where no partition is possible.
+    Raise UserError if no partition is possible.
+
+    Args:
+        cases: of one model on all ranks, one for each preset; their times add up
+        images: number of images of a preset
+        batches: number of calls of the pipeline that make them
+        replicas, guidance, least: as in `partitions_of`
     """
     topology, guides = cases[0].topology, any(case.guides for case in cases)
     refused: dict[Partition, UserError] = {}
@@ -313,7 +334,7 @@ def choose(
         except UserError as error:
             refused[partition] = error
     reason = untimed(topology.machine)
-    # without times: more ranks than so few images can use
+    # Without times: raise if there are more ranks than replicas for these images can use.
     if not sized or (reason and refused and min(one.partition.replicas for one in sized) > max(batches, replicas or 1)):
         raise next(iter(refused.values()))
     able = [one for one in sized if one.fits is not False]
@@ -327,6 +348,7 @@ def choose(
 
 
 def by_rule(sized: Sequence[Division]) -> Division:
-    """Return the one with most replicas, as long as each has a batch to make, then the one with guidance apart."""
+    """Return the partition with most replicas, as long as each has a batch to make; of these, one with guidance
+    divided."""
     most = max(sized[0].batches, min(one.partition.replicas for one in sized))
     return max((one for one in sized if one.partition.replicas <= most), key=lambda one: one.partition)

@@ -1,7 +1,7 @@
-"""What each codec costs: bytes on the wire, calls of which kinds in every step, memory kept between calls.
+"""The costs of each codec: bytes on the wire, kinds of calls in every step, and memory kept between calls.
 
-The planner's side of a codec. `Costs` tells of those that send tensors whole and keep nothing; the table `COSTS` of
-the registry names the class of any other.
+This is the planner's side of a codec. `Costs` describes codecs that send whole tensors and keep nothing. The table
+`COSTS` of the registry names the class of any other.
 """
 
 from __future__ import annotations
@@ -26,21 +26,19 @@ from cocodiff.planner.case import Case
 from cocodiff.planner.decisions import decisions_of, without_seldom
 from cocodiff.topology.layout import Layout
 
-# Of a whole tensor, what a call of the lossless codec sends in a run of 50 steps, and what a layer's first one does,
-# where heads are so wide that rounding to whole bytes does not count (docs/exchange.md).
+# The part of a tensor's bytes that a call of the lossless codec sends: the mean of a run of 50 steps, and a layer's
+# first call. Heads are wide enough that rounding to whole bytes does not matter (docs/exchange.md).
 TYPICAL, TYPICAL_FIRST = 0.3, 0.68
-LAUNCHES_TO_CHOOSE = 41  # of V-Major's kernels: scores and what is made of them, up to packing the chosen rows
+LAUNCHES_TO_CHOOSE = 41  # launches of V-Major's kernels, from scores to packing the chosen rows
 
 
 class CallKind(NamedTuple):
-    """How calls of attention are made: predictions know each kind by one recording. whole: as a run's first ones, which
-    have nothing to go by: tensors as they are, or as nearly as a code can. stable: the part of the tokens that stays
-    behind. fine: with the bits of the last steps. displaced: names of the tensors that no call waits for, as "qkv"."""
+    """A kind of attention calls that cost the same."""
 
-    whole: bool = False
-    stable: float = 0.0
-    fine: bool = False
-    displaced: str = ""
+    whole: bool = False  # True for a run's first calls, without a prediction: tensors whole, or coded in most bits
+    stable: float = 0.0  # the fraction of tokens that are not sent
+    fine: bool = False  # True with the bits of the last steps
+    displaced: str = ""  # names of the tensors that no call waits for, as "qkv"
 
 
 WHOLE, CODED = CallKind(whole=True), CallKind()
@@ -48,65 +46,74 @@ WHOLE, CODED = CallKind(whole=True), CallKind()
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one codec, by the engine's settings. The functions that take a `codec` (one rank's) are for benchmarks."""
+    """The costs of one codec with the engine's settings. Functions that take a rank's `codec` are for benchmarks."""
 
-    settings: Config
-    steps_to_settle: ClassVar[int] = 0  # coded calls after a whole one, before those that all others are like
+    settings: Config  # the engine's settings
+    steps_to_settle: ClassVar[int] = 0  # coded calls after a whole one until all further calls cost the same
 
     def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
-        """What one token of one head takes on the wire in calls of a kind, of q, k, v or the output each."""
+        """Return the bytes on the wire of one token for one head, of each of q, k, v and the output."""
         return head_dim * itemsize
 
     def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """How many of its rows every rank of a group sends of q, k and v each."""
+        """Return the number of rows that every rank of a group sends, of each of q, k and v."""
         return layout.rows
 
     def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """Bytes that every rank of a group sends each other one in a call besides, of one batch row."""
+        """Return the bytes that every rank of a group additionally sends each other rank in a call, for one batch
+        row."""
         return [0.0] * topology.size
 
     def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
-        """Launches, gathers of all ranks, and waits of the host for the device, before v is sent. tiles: of a card."""
+        """Return the launches, gathers of all ranks, and waits of the host for the device, before v is sent.
+
+        tiles: number of tiles of a card.
+        """
         return 0, 0, 0
 
     def agrees(self) -> bool:
-        """Whether ranks gather what they agree on, once in a coded call of the model, which waits for it."""
+        """Return True if ranks gather decisions in each coded call of the model, which waits for them."""
         return False
 
     def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
-        """Return of every step the parts of its calls by their kind."""
+        """Return, for every step, the kinds of its calls with the part of the calls that each has."""
         return [{WHOLE: 1.0}] * case.steps
 
     def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
-        """What one layer keeps on every rank of a group of several, what is in flight between its calls as well, in
-        bytes by what it is (fields of `RankMemory`). work: a call."""
+        """Return the bytes that one layer keeps on every rank of a group, including what is in flight between its
+        calls.
+
+        Keys are fields of `RankMemory`. work: one call. A single rank keeps nothing.
+        """
         return [{} for _ in range(topology.size)]
 
     @staticmethod
     def hold_at(codec: Any, kind: CallKind) -> None:
-        """Makes every call as one of this kind, as far as it can: one that follows no other is whole."""
+        """Make every call of a codec one of this kind, as far as possible. A call that follows no other is always
+        whole."""
 
     @staticmethod
     def agree(codec: Any) -> None:
-        """Returns when what `begin_step` has the ranks agree on is there, for which the next call waits anyway."""
+        """Wait for the decisions that `begin_step` has ranks gather. The next call would wait for them anyway."""
 
     @staticmethod
     def catch_up(codec: Any) -> None:
-        """Receives what calls have sent and did not wait for."""
+        """Receive what calls have sent and did not wait for."""
 
 
 def costs_of(config: Config) -> Costs:
-    """Of the codec that the settings name."""
+    """Return the costs of the codec that the settings name."""
     name = codec_name(config)
     found: type[Costs] = load(COSTS, name) if name in COSTS else Costs
     return found(config)
 
 
 class VMajorCosts(Costs):
-    """V-Major (CoCoDiff section III-D)."""
+    """The costs of V-Major (CoCoDiff section III-D)."""
 
     def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """So large a part of the rows that may stay does, of every card in whole tokens."""
+        """Return the rows that every rank sends. Of the rows that may stay on a card, the stable fraction does, in
+        whole tokens."""
         if kind.whole:
             return layout.rows
         found = [float(rows) for rows in layout.rows]
@@ -117,8 +124,10 @@ class VMajorCosts(Costs):
         return found
 
     def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """Scores of the own rows, by threshold their norms as well; with scoring by card what the first tile chose, a
-        byte for each of the card's rows."""
+        """Return the bytes that every rank additionally sends: scores of its rows, and with a threshold their norms.
+
+        With scoring by card the first tile sends its choice, a byte for each of the card's rows.
+        """
         if kind.whole:
             return super().gathered(topology, layout, kind)
         if self.settings.scoring == "source":
@@ -142,9 +151,12 @@ class VMajorCosts(Costs):
         return found
 
     def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
-        """Exact. What is received are all tokens for the rank's own heads. The reference is v at the scored rows: the
-        own image tokens with all heads (source), or on the first tile of a card the card's image tokens with that
-        tile's plane's heads (card)."""
+        """Return the bytes that a layer keeps, exactly.
+
+        Received: all tokens for the rank's own heads. Reference: v at the scored rows. With scoring by source these are
+        the rank's image tokens with all heads; by card, on the card's first tile, the card's image tokens with the
+        heads of that tile's plane.
+        """
         found: list[Mapping[str, int]] = []
         for rank, heads in enumerate(layout.heads):
             rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
@@ -167,10 +179,12 @@ class VMajorCosts(Costs):
 
 
 class ResidualCosts(Costs):
-    """Codecs that code what tensors differ by from a prediction, and displacement, with any of them or none. Sizes of
-    the lossless one, which depend on the data, are those of a typical run."""
+    """The costs of codecs that send differences from a prediction, and of displaced exchange with or without them.
 
-    steps_to_settle = 2  # in which there is no continuation, no comparison with it, and nothing is in flight
+    Sizes of the lossless codec depend on the data; here they are those of a typical run.
+    """
+
+    steps_to_settle = 2  # in these there is no linear prediction, no comparison with it, and nothing in flight
 
     def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
         if self.settings.codec == "lossless":
@@ -182,8 +196,11 @@ class ResidualCosts(Costs):
         return bool(self.settings.codec != "none" or self.settings.arrival == "adaptive")
 
     def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
-        """Return of every step the parts of its calls by their kind. The first step is whole, the last ones are fine;
-        what is displaced in the others is told by a recorded run, or all tensors are."""
+        """Return, for every step, the kinds of its calls with the part of the calls that each has.
+
+        The first step is whole, the last ones are fine. Displaced tensors of the other steps are taken from a recorded
+        run with `arrival: adaptive`; with `displaced` they are all tensors.
+        """
         bits, recorded = BITS.get(self.settings.codec), decisions_of(case.config, case.steps, case.decisions)
         finer = CallKind(fine=bits is not None and bits < FINEST)
         displaced = "".join(TENSORS) if self.settings.arrival == "displaced" else ""
@@ -194,10 +211,14 @@ class ResidualCosts(Costs):
         return found
 
     def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
-        """Exact. What is kept: see `kept_cells`. In flight where calls do not wait: what a call has sent of every
-        tensor until it has left, and what came until the next call takes it, as wide as it travels."""
+        """Return the bytes that a layer keeps, exactly: the tensors of `kept_cells`, and with displacement what is in
+        flight.
+
+        In flight, in the width of the wire, are a call's sent tensors until they have left, and received ones until the
+        next call takes them.
+        """
         if self.settings.codec == "lossless" and self.settings.arrival == "now" and work.itemsize != 2:
-            return super().state_bytes(topology, layout, work)  # such numbers are not coded
+            return super().state_bytes(topology, layout, work)  # elements of this size are not coded
         S, H, width = sum(layout.rows), sum(layout.heads), self.sent_bytes(work.head_dim, work.itemsize)
         late = len(TENSORS) * work.batch * width if self.settings.arrival != "now" else 0
         return [
@@ -227,9 +248,15 @@ class ResidualCosts(Costs):
 
 
 def kept_cells(settings: Config, L: int, S: int, G: int, H: int) -> int:
-    """Tokens times heads that a rank with L of S rows and G of H heads keeps of q, k, v and the output: with a codec
-    the reconstructions of both ends; else what the last call received, where calls do not wait, and the rows by which
-    the sender measures how they change."""
+    """Return tokens times heads that a rank keeps of q, k, v and the output.
+
+    With a codec these are the reconstructions of both ends. Without one they are the tensors that the last call
+    received, and with `adaptive` the sender's sampled rows.
+
+    Args:
+        L, S: rows of the rank and of all ranks
+        G, H: heads of the rank and of all ranks
+    """
     if settings.codec != "none":
         return len(TENSORS) * values_kept(settings) * (L * H + S * G)
     received, sampled = 3 * S * G + L * H, 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G

@@ -1,10 +1,9 @@
-"""What the controller of `arrival: adaptive` decides in a run, taken from a recorded one: a plan has no numbers to
-decide by.
+"""The decisions of `arrival: adaptive` in a run, taken from a recorded one, since a plan has no tensors to decide by.
 
-A file of decisions is YAML: `runs`, each with the settings that decisions depend on (codec, predictor, tau), what was
-computed (`about`), and `displaced`, for every step a mapping of the tensors that are displaced together (qkvo, or none)
-to the part of the attention calls. `cocodiff plan --decisions` writes one from the metrics.json of a run. The
-shipped ones are of the embedded model.
+A file of decisions is YAML with a list `runs`. Each has the settings that decisions depend on (codec, predictor, tau),
+a description of the run (`about`), and `displaced`: for every step a mapping from the tensors that are displaced
+together (qkvo, or none) to the part of the attention calls. `cocodiff plan --decisions` writes one from the
+metrics.json of a run. The shipped ones are of the embedded model.
 """
 
 from __future__ import annotations
@@ -23,45 +22,52 @@ from cocodiff.config.errors import UserError
 
 SHIPPED = "embedded"
 NONE = "none"
-SELDOM = 0.02  # of a run's calls: sets that are less frequent are planned as one that waits for more
+SELDOM = 0.02  # part of a run's calls: rarer sets are planned as a frequent one that waits for more
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """displaced: of every step the parts of the calls by the tensors that are displaced together."""
+    """The recorded decisions of one run."""
 
     codec: str
     predictor: str
     tau: float
-    about: str
+    about: str  # a description of the run
+    # for every step, (tensors that are displaced together, part of the calls)
     displaced: tuple[tuple[tuple[str, float], ...], ...]
 
     @property
     def steps(self) -> int:
+        """The number of steps of the recorded run."""
         return len(self.displaced)
 
     def title(self) -> str:
+        """Return a description of the recorded run."""
         return f"{self.about}: codec {self.codec}, tau {self.tau:g}, {self.steps} steps"
 
     def over(self, steps: int) -> list[Mapping[str, float]]:
-        """The decisions of a run of so many steps: those of the recorded step that is as far on its way."""
+        """Return the decisions for a run of `steps` steps. Each step has those of the recorded step at the same
+        relative position."""
         last = max(1, steps - 1)
         return [dict(self.displaced[round(step * (self.steps - 1) / last)]) for step in range(steps)]
 
     def distance(self, config: Config, steps: int) -> tuple[float, ...]:
-        """How far a run's settings are from the recorded ones: codec before predictor, tau and steps."""
+        """Return the distance of a run's settings from the recorded ones: codec, predictor, tau and steps, most
+        important first."""
         far_off = abs(math.log(self.tau / config.tau)), abs(math.log(self.steps / steps))
         return float(self.codec != config.codec), float(self.predictor != config.predictor), *far_off
 
     def record(self) -> dict[str, Any]:
-        """As in a file."""
+        """Return the entry of a file of decisions."""
         rows = [{names or NONE: round(part, 4) for names, part in step} for step in self.displaced]
         return {**{name: getattr(self, name) for name in ("codec", "predictor", "tau", "about")}, "displaced": rows}
 
 
 def decisions_of(config: Config, steps: int, given: Sequence[Decisions] = ()) -> Decisions | None:
-    """Those that are replayed for a run: of the given ones, or of the shipped ones, the nearest. None where nothing is
-    decided by tensors' errors. config: without `codec: auto`."""
+    """Return the recorded run that is nearest to a run's settings. None unless `arrival: adaptive`.
+
+    given: recorded runs to choose from; () for the shipped ones. config: must not have `codec: auto`.
+    """
     if config.arrival != "adaptive":
         return None
     known = given or _read(find_shipped("decisions", "decisions", SHIPPED))
@@ -69,11 +75,13 @@ def decisions_of(config: Config, steps: int, given: Sequence[Decisions] = ()) ->
 
 
 def read_decisions(paths: Sequence[str]) -> tuple[Decisions, ...]:
-    """Of files of decisions, and of the metrics.json of runs with `arrival: adaptive`. Raises UserError for others."""
+    """Return the runs in files of decisions, and in the metrics.json of runs with `arrival: adaptive`. Raise UserError
+    for other files."""
     return tuple(one for path in paths for one in _read(Path(path)))
 
 
 def _read(path: Path) -> tuple[Decisions, ...]:
+    """Return the runs in a file. Raise UserError if it cannot be read or holds something else."""
     try:
         if path.suffix == ".json":
             return _of_metrics(json.loads(path.read_text()))
@@ -91,11 +99,12 @@ def _read(path: Path) -> tuple[Decisions, ...]:
 
 
 def as_file(*runs: Decisions) -> str:
-    """The text of a file of decisions."""
+    """Return the text of a file of decisions."""
     return yaml.safe_dump({"runs": [one.record() for one in runs]}, sort_keys=False, default_flow_style=None, width=120)
 
 
 def _decisions(about: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> Decisions:
+    """Return the decisions of one entry of a file. Raise ValueError if the parts of a step do not sum up to 1."""
     displaced = tuple(
         tuple(("" if names == NONE else str(names), float(part)) for names, part in row.items()) for row in rows
     )
@@ -105,7 +114,7 @@ def _decisions(about: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) ->
 
 
 def _of_metrics(document: Mapping[str, Any]) -> tuple[Decisions, ...]:
-    """Of every preset of a run whose calls were displaced, over its images."""
+    """Return the decisions of every preset of a run that displaced calls, as means over its images."""
     of_presets: dict[str, list[Any]] = {}
     for image in document["images"]:
         if any(set(row.get("displaced_sets", ())) - {""} for row in image.get("drift", ())):
@@ -126,13 +135,14 @@ def _of_metrics(document: Mapping[str, Any]) -> tuple[Decisions, ...]:
 
 
 def _mean(sets: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean part of each set of tensors, over several records of a step."""
     names = sorted({name for one in sets for name in one})
     return {name: sum(one.get(name, 0.0) for one in sets) / len(sets) for name in names}
 
 
 def without_seldom(steps: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """The same with few sets of tensors: a seldom one is counted as the largest frequent one within it, whose calls
-    wait for more."""
+    """Return the decisions with few sets of tensors. A rare set is counted as the largest frequent one within it, whose
+    calls wait for more."""
     total: dict[str, float] = {"": math.inf}
     for step in steps:
         for names, part in step.items():

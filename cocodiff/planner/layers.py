@@ -1,9 +1,9 @@
-"""What a step of a model takes: the bytes that its layers send by link class, and seconds, in closed form.
+"""The bytes that a step of a model sends by link class, and its seconds, in closed form.
 
-A layer goes as the engine has it. The setting's own order gives tensors to an exchange while the rank computes; the
-exchange's own routes say which blocks take which links; the codec says how wide they are. The rank that has most to
-compute sets the pace, and of messages that are under way together the fullest link (`traffic.py`). The arithmetic is a
-roofline at the device's full rates (`roofline.py`); what goes round rings and travels in chunks is in `rings.py`.
+A layer is planned as the engine computes it. The setting's own order gives tensors to an exchange while the rank
+computes. The exchange's own routes say which blocks take which links, and the codec how wide they are. The rank with
+most to compute sets the pace, and among messages under way together the fullest link (`traffic.py`). Computation is a
+roofline at the device's full rates (`roofline.py`). Rings and chunks are in `rings.py`.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from cocodiff.planner.traffic import Hop, Traffic, of_ranks, stages_of
 from cocodiff.topology.layout import Layout, Segments
 from cocodiff.topology.routes.chunks import megabytes_per_rank
 
-SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are looked at where a schedule has more than three
-SITES = 3  # layers whose calls follow one another where some do not wait for what they send
-NO_NUMBERS = torch.empty(0, device="meta")
-LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 4, 4  # q and k: a product of each; normalisation and rotation in one
+SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are planned if a schedule has more than three
+SITES = 3  # layers in a row that are planned if calls do not wait for what they send
+NO_NUMBERS = torch.empty(0, device="meta")  # stands for any tensor
+LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 4, 4  # of q and k each a product, and normalisation with rotation
 
 
 class Kind(NamedTuple):
-    """Layers of one call of the model that take alike."""
+    """The layers of one call of the model that cost the same."""
 
     name: str
-    layers: int
-    coded: int  # of them, how many keep something; the others' tensors travel as in a run's first call
-    segments: Segments  # what they attend to
-    beside: bool = False  # whether what follows attention is done while q and k travel
+    layers: int  # number of layers
+    coded: int  # number of those that keep tensors; the others' calls are as a run's first
+    segments: Segments  # tokens of their attention
+    beside: bool = False  # True if the MLP is computed while q and k are sent
 
 
 def kinds_of(case: Case) -> list[Kind]:
-    """Return the kinds of layers. A parallel MLP takes as long as one that follows, and waits for no attention."""
+    """Return the kinds of layers of a case. A parallel MLP takes as long as one that follows, and waits for no
+    attention."""
     shape = case.shape
     joint, parallel, image = coded_layers(shape, case.config.state_layers)
     found = (
@@ -64,13 +65,14 @@ def kinds_of(case: Case) -> list[Kind]:
 
 
 def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
-    """As of `Costs`; one rank's are all whole."""
+    """Return `Costs.kinds_of_steps` of a case's codec; on a single rank all calls are whole."""
     alone = case.topology.size == 1
     return [{WHOLE: 1.0}] * case.steps if alone else costs_of(case.config).kinds_of_steps(case)
 
 
 def sampled_kinds(case: Case) -> list[CallKind]:
-    """Those of them that are looked at; of many stable fractions some, and between these straight lines."""
+    """Return the kinds of calls that are planned. Of many stable fractions SAMPLES are planned, and others
+    interpolated."""
     kinds = {kind for step in kinds_of_steps(case) for kind in step}
     if len({kind.stable for kind in kinds if not kind.whole}) > len(SAMPLES):
         kinds = {kind for kind in kinds if kind.whole} | {CallKind(stable=part) for part in SAMPLES}
@@ -78,7 +80,8 @@ def sampled_kinds(case: Case) -> list[CallKind]:
 
 
 def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
-    """A quantity known for some kinds of calls, for another one, which leaves another part of the tokens behind."""
+    """Return a quantity for one kind of calls, from its values for some kinds, by interpolation in the stable
+    fraction."""
     if kind in known:
         return known[kind]
     parts = sorted((one.stable, value) for one, value in known.items() if not one.whole)
@@ -88,7 +91,7 @@ def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
 
 
 def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """The mean over all steps of a quantity that is known for kinds of calls."""
+    """Return the mean over all steps of a quantity that is known for some kinds of calls."""
     return statistics.mean(sum(part * of_kind(known, kind) for kind, part in step.items()) for step in steps)
 
 
@@ -96,42 +99,41 @@ def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind
 
 
 class Moved(NamedTuple):
-    """A span: seconds from its layer's start."""
+    """A span of a plan."""
 
     name: str
     lane: str
-    start_s: float
+    start_s: float  # seconds from its layer's start
     end_s: float
 
 
 class LayerPlan(NamedTuple):
-    """Of a layer in calls of one kind, on the rank that computes longest. seconds: until the next one begins; spans: of
-    its main thread and lanes; bytes: of all ranks, by link class."""
+    """The predicted cost of a layer in calls of one kind, on the rank that computes longest."""
 
-    seconds: float
-    compute_s: float
-    spans: list[Moved]
-    bytes: dict[str, float]
+    seconds: float  # until the next layer begins
+    compute_s: float  # seconds that the rank computes
+    spans: list[Moved]  # of the main thread and the lanes
+    bytes: dict[str, float]  # of all ranks, by link class
 
 
 class Sent:
-    """The ways of a layer's tensors in calls of one kind."""
+    """The messages of a layer in calls of one kind."""
 
-    forward: Sequence[Hop] = ()  # of q, k and v each
-    back: Sequence[Hop] = ()  # of the output
-    stages: Seconds | None = None  # of attention with its messages, where they go in chunks
+    forward: Sequence[Hop] = ()  # the hops of each of q, k and v
+    back: Sequence[Hop] = ()  # the hops of the output
+    stages: Seconds | None = None  # seconds of attention together with its messages, if these go in chunks
 
     def __init__(self, case: Case, kind: Kind, call: CallKind) -> None:
         mesh, config, costs, latencies = case.mesh, case.config, costs_of(case.config), case.latencies
         layouts = mesh.layouts(kind.segments, case.shape.heads)
-        self.width = costs.sent_bytes(case.shape.head_dim, case.itemsize, call)  # of one head of one token
+        self.width = costs.sent_bytes(case.shape.head_dim, case.itemsize, call)  # bytes of one token for one head
         groups = list(zip(mesh.parts, layouts, strict=True))
         rows_P = of_ranks(mesh, (costs.rows_sent(*group, call) for group in groups))
         gathered_P = of_ranks(mesh, (costs.gathered(*group, call) for group in groups))
         all_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
-        self.rows = float(sum(rows_P[list(mesh.groups[0])]))  # of a group, of q, k and v each
+        self.rows = float(sum(rows_P[list(mesh.groups[0])]))  # rows that a group sends of each of q, k and v
         self.ring = ring_of(mesh, layouts, case.work, latencies.latency_s + latencies.message_s)
-        self.messages: list[tuple[int, Traffic]] = [(1, one) for one in self.ring.messages]  # how often, and which
+        self.messages: list[tuple[int, Traffic]] = [(1, one) for one in self.ring.messages]  # (factor, traffic)
         if mesh.ulysses == 1:
             return
         cell, chunks = case.batch * self.width, chunking(config, mesh.parts[0])
@@ -154,28 +156,35 @@ class Sent:
 
     @property
     def bytes(self) -> dict[str, float]:
-        """Bytes of all ranks by link class."""
+        """The bytes of all ranks by link class."""
         return {link: sum(often * one.bytes[link] for often, one in self.messages) for link in LINK_CLASSES}
 
     @property
     def busiest_node(self) -> float:
-        """The most bytes that leave one node."""
+        """The largest number of bytes that leave one node."""
         return float(np.sum([often * one.out_of for often, one in self.messages], axis=0).max())
 
 
 class PlannedLayer:
-    """One rank's layer, whose parts take as long as the roofline says."""
+    """One rank's layer, whose computations take the seconds of a roofline."""
 
     def __init__(
         self, case: Case, kind: Kind, layout: Layout, slot: int, compute: Callable[[float, int], None], x_BLHD: Tensor
     ) -> None:
-        """layout: of the rank's Ulysses group, in which it has this slot. compute: told of seconds and launches before
-        each thing that is computed. x_BLHD: stands for q, k and v."""
+        """Compute the layer's seconds.
+
+        Args:
+            layout: of the rank's Ulysses group
+            slot: index of the rank in that group
+            compute: called with seconds and launches before each computation
+            x_BLHD: stands for q, k and v
+        """
         self.kind, self.layout, self.slot = kind, layout, slot
         self._heads, self._compute, self._x_BLHD = case.shape.heads, compute, x_BLHD
         self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.batch, slot, layout)
 
     def run(self, strategy: Ulysses | PlannedCall, layer_key: LayerKey) -> None:
+        """Run the layer with a strategy, or with the plan in its place."""
         half = partial(self._projected, self.times.project_qk / 2, LAUNCHES_QK // 2)
         v = partial(self._projected, self.times.project_v, LAUNCHES_V)
         meanwhile = self._rest if self.kind.beside else nothing
@@ -192,8 +201,11 @@ class PlannedLayer:
 
 
 class PlannedCall:
-    """A rank's main thread and lanes in layers that follow one another. It takes the place of the transfer and of the
-    trace that an order is given: what is sent travels hop by hop, each when its lane is free."""
+    """A simulation of a rank's main thread and lanes in consecutive layers.
+
+    It takes the place of the strategy, the transfer and the trace that an order is given. Tensors are sent hop by hop,
+    each when its lane is free.
+    """
 
     def __init__(self, case: Case, kind: Kind, call: CallKind, sent: Sent) -> None:
         self.layer, self.spans, self.at, self.compute_s = kind.name, list[Moved](), 0.0, 0.0
@@ -201,7 +213,7 @@ class PlannedCall:
         self._free, self._arrived = dict[str, float](), dict[str, float]()
         self._sent, mesh = sent, case.mesh
         self._device, self._costs = case.topology.machine.device, costs_of(case.config)
-        of_ranks = {  # one of those that compute the same
+        of_ranks = {  # one rank for each amount of work
             (sum(layout.rows), layout.rows[slot], layout.heads[slot]): (layout, slot)
             for layout in mesh.layouts(kind.segments, case.shape.heads)
             for slot in range(mesh.ulysses)
@@ -214,7 +226,7 @@ class PlannedCall:
         self._coded = bool(coded and self._sent.forward)
 
     def run(self) -> LayerPlan:
-        """Layers in turn, of which the last one counts: where a call does not wait for what it sends, those before have
+        """Return the plan of the last of several layers. If calls do not wait for what they send, those before have
         filled the lanes."""
         began = before = computed = 0.0
         for _ in range(SITES if self._call.displaced else 1):
@@ -229,28 +241,33 @@ class PlannedCall:
 
     @property
     def _lanes_end(self) -> float:
+        """The seconds at which all lanes are free."""
         return max(self._free.values(), default=0.0)
 
     def attend(self, qkv: LazyQKV, _layer_key: LayerKey) -> Tensor:
-        """As of a strategy."""
+        """Simulate one attention call, as a strategy's `attend`."""
         times, in_stages = self._layer.times, self._sent.stages
         load(ORDERS, self._case.config.order)(qkv, self, self)
         self._wait("q", "k", "v")
         with self.span("attention"):
             blocks, behind = self._case.mesh.ring, in_stages or self._sent.ring.seconds
-            parts = blocks if in_stages is None else blocks + 2  # of each query, which are merged
+            parts = blocks if in_stages is None else blocks + 2  # partial results of each query, which are merged
             block_s, launches = (times.attention, 1) if parts == 1 else self._part(times.attention)
             self._compute(blocks * block_s, parts * launches)
             merging_s = merged_s(self._device, self._B * self._S * self._G * self._D)
             self._compute((parts - 1) * merging_s, parts - 1)
-            self.at += behind(block_s) - blocks * block_s
+            hidden_s = behind(0.0) + blocks * block_s - behind(block_s)
+            self.at += behind(block_s) - blocks * block_s + (1 - self._device.overlap_share) * hidden_s
         if in_stages is None:
             self._travel("o")
         self._wait("o")
         return NO_NUMBERS
 
     def _part(self, by_kernel_s: float) -> tuple[float, int]:
-        """Seconds and launches of attention to one block of keys whose sums are wanted, see `attention.sums`."""
+        """Return seconds and launches of attention to one block of keys with its log-sum-exp, see `attention.sums`.
+
+        by_kernel_s: the seconds of a fused kernel.
+        """
         if self._device.sums_kernel:
             return by_kernel_s, 1
         scores = self._B * self._G * self._S**2
@@ -258,35 +275,38 @@ class PlannedCall:
         return max(by_kernel_s, passes_s), CHUNK_LAUNCHES * math.ceil(scores / CHUNK)
 
     def _compute(self, seconds: float, launches: int) -> None:
+        """Advance the main thread by a computation, which first waits for the share of the messages under way that
+        arithmetic cannot hide."""
         spent = seconds + launches * self._latencies.launch_s
-        self.at, self.compute_s = self.at + spent, self.compute_s + spent
+        open_s = (1 - self._device.overlap_share) * max(0.0, self._lanes_end - self.at)
+        self.at, self.compute_s = self.at + open_s + spent, self.compute_s + spent
 
     @contextmanager
     def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> Iterator[None]:
-        """As of a trace."""
+        """Record a span, as a trace does."""
         began = self.at
         yield
         self.spans.append(Moved(name, lane, began, self.at))
 
     def send(self, **tensors: Tensor) -> dict[str, Any]:
-        """As of a transfer."""
+        """Simulate the sending of tensors, as a transfer's `send`."""
         if self._sent.stages is None:
             self._travel(*tensors)
         return dict(tensors)
 
     def _travel(self, *names: str) -> None:
-        """Starts sending tensors, together: a lane codes and packs them, they take every hop, and are put in place."""
+        """Send tensors together: a lane codes and packs them, they take every hop, and are put in place."""
         forward, launch_s = names != ("o",), self._latencies.launch_s
         hops = self._sent.forward if forward else self._sent.back
         at = self.at + (self._chosen_s() if "v" in names else 0.0)
         itemsize = 1 if self._coded else self._case.itemsize
         coded_s = len(names) * self._coded_s(forward, sends=True)
         extra_s = 0.0 if names[0] in self._call.displaced else coded_s
-        if names[0] in self._call.displaced:  # while nothing is waited for
+        if names[0] in self._call.displaced:  # then the main thread codes them
             self._compute(coded_s, 0)
         for number, hop in enumerate(hops, 1):
             began = max(at, self._free.get(hop.lane, 0.0))
-            # what is passed on is packed while links are busy
+            # Blocks that are passed on are packed while links are busy.
             packed_s = copied_s(self._device, len(names) * hop.packed / hop.phases, itemsize) + hop.phases * launch_s
             if number == len(hops):
                 cells = self._sent.rows * self._G if forward else self._L * self._H
@@ -298,7 +318,7 @@ class PlannedCall:
         self._arrived |= dict.fromkeys(names if hops else (), at)
 
     def _wait(self, *names: str) -> None:
-        """Until those that are not displaced have come. What has come is decoded here."""
+        """Wait until those tensors that are not displaced have arrived, then decode them."""
         here = [name for name in names if name in self._arrived]
         if not here:
             return
@@ -307,7 +327,7 @@ class PlannedCall:
         self._compute(len(here) * self._coded_s("o" not in here, sends=False), 0)
 
     def _chosen_s(self) -> float:
-        """Seconds until it is known what of v is sent."""
+        """Return the seconds until V-Major has chosen the tokens of v to send."""
         tiles = self._case.topology.machine.tiles
         launches, gathers, waits = self._costs.choosing(self._call, tiles)
         latency_s, message_s, launch_s, blocked_s, wait_s = self._latencies
@@ -316,7 +336,7 @@ class PlannedCall:
         return scored_s(self._device, scored) + launches * launch_s + gathers * gather_s + waits * wait_s
 
     def _coded_s(self, forward: bool, sends: bool) -> float:
-        """Seconds of the passes that code a tensor at one end."""
+        """Return the seconds of coding one tensor (`sends`) or decoding it. forward: True for q, k and v."""
         if not self._coded:
             return 0.0
         shape = (self._L, self._H) if forward == sends else (self._S, self._G)
@@ -329,31 +349,32 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A mean step."""
+    """The predicted cost of a mean step."""
 
-    step_s: float
-    compute_s: float  # of the rank that computes longest
+    step_s: float  # seconds of a step
+    compute_s: float  # seconds of computation, on the rank that computes longest
     bytes: dict[str, float]  # of all ranks, by link class
-    steps: int
-    waits: float = 0.0  # of the host for numbers that the device computes
-    outputs: dict[str, float] = field(default_factory=dict)  # bytes that two guidance branches exchange
+    steps: int  # number of steps of a run
+    waits: float = 0.0  # number of times that the host waits for the device
+    outputs: dict[str, float] = field(default_factory=dict)  # bytes that two guidance branches exchange, by link class
 
     @property
     def image_s(self) -> float:
-        """Denoising alone: no text encoder, no VAE."""
+        """The seconds of denoising alone, without text encoders and VAE."""
         return self.step_s * self.steps
 
     def of_image(self, sent: Mapping[str, float]) -> dict[str, float]:
-        """Return the bytes of all steps, by those of one."""
+        """Return the bytes of all steps from those of one, by link class."""
         return {link: self.steps * count for link, count in sent.items()}
 
     @property
     def communication_share(self) -> float:
+        """The part of a step in which the rank with most to compute does not compute."""
         return 1 - self.compute_s / self.step_s if self.step_s else 0.0
 
 
 def plan_layers(case: Case) -> list[tuple[Kind, dict[CallKind, LayerPlan]]]:
-    """Plan one layer of every kind, in calls of every kind of `sampled_kinds`."""
+    """Return the plans of one layer of every kind, for every kind of calls in `sampled_kinds`."""
     sent_of, calls = cache(partial(Sent, case)), sampled_kinds(case)
 
     def plan(kind: Kind, call: CallKind) -> LayerPlan:
@@ -363,15 +384,17 @@ def plan_layers(case: Case) -> list[tuple[Kind, dict[CallKind, LayerPlan]]]:
 
 
 def plan_step(case: Case) -> StepPlan:
-    """Plan a step, in which one call of the model follows another, and in a call one layer. Once in a call ranks gather
-    what they agree on for all its layers."""
+    """Return the plan of a step: one call of the model after the other, in each one layer after the other.
+
+    Once in a call ranks gather decisions for all its layers.
+    """
     every, costs, several = kinds_of_steps(case), costs_of(case.config), case.topology.size > 1
     coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)
     choosing = {call: costs.choosing(call, case.topology.machine.tiles)[2] for step in every for call in step}
     step_s, compute_s, waits, sent = 0.0, 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
 
     def of_step(kind: Kind, known: Mapping[CallKind, float]) -> float:
-        """Return the sum over all layers of a kind."""
+        """Return the mean over steps of a quantity, summed over all layers of a kind."""
         return kind.coded * over_steps(known, every) + (kind.layers - kind.coded) * known[WHOLE]
 
     for call in case.calls:

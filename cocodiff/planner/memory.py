@@ -1,20 +1,27 @@
-"""What a run takes of each rank's memory: weights, activations and what a codec keeps. Pure arithmetic, in bytes.
+"""The memory of each rank in a run: weights, activations and the tensors kept between calls. Pure arithmetic, in bytes.
 
-Caches (CoCoDiff section III-D) are exact to the byte. With B batch rows, S_img image tokens, H heads of D channels and
-P ranks they are `branches x layers x 4 x B x S_img x H x D x itemsize / P` where everything divides: q, k, v and the
-scoring reference. They hold whole sequences, so the rows of the text come on top. The residual codec's reconstructions
-are exact to the byte as well: q, k, v and the output, text included, at both ends, each once (predictor last) or twice,
-`branches x layers x 8 x B x S x H x D x itemsize / P` once. Where calls do not wait for what they send, a call's codes
-or tensors are in flight for every layer, once at either end; without a codec only the receiver keeps something, and
-with `arrival: adaptive` the sender every 16th row. The step cache keeps what blocks added to a rank's tokens, exact as
-well: `branches x B x (2 L_img + L_text) x H x D x itemsize`, where the last block returns the text. Activations are an
-estimate (`activations`); what the allocator keeps in reserve is not counted.
+V-Major's caches (CoCoDiff section III-D) are exact to the byte: q, k, v and the scoring reference. For B batch rows,
+S_img image tokens, H heads of D channels and P ranks, where everything divides:
+    `branches x layers x 4 x B x S_img x H x D x itemsize / P`.
+They hold whole sequences, so the text's rows are added.
+
+The residual codec's reconstructions are exact as well: q, k, v and the output, text included, at both ends. They are
+kept twice, or with predictor last once:
+    `branches x layers x 8 x B x S x H x D x itemsize / P`.
+
+If calls do not wait for what they send, each layer's codes or tensors are in flight, once at either end. Without a
+codec only the receiver keeps tensors, and with `arrival: adaptive` the sender every 16th row.
+
+The step cache keeps what blocks added to a rank's tokens, exact as well. If the last block returns the text:
+    `branches x B x (2 L_img + L_text) x H x D x itemsize`.
+
+Activations are an estimate (`activations`). Memory that the allocator keeps in reserve is not counted.
 
 Before and after the denoising steps (`Peaks`): rank 0 alone loads the text encoders, all at once, before the
-transformer is on its device; they are gone before the first step (`jobs/pipelines.py`). Every rank holds the VAE's
-weights, and encodes the image that is to be restored. Latents are decoded as the setting `vae` says, meanwhile the
-codec keeps its caches. Encoding and decoding are estimates (`models.family.VaeSize`): attention in the VAE is taken to
-be fused, and activations of the text encoders are left out as small.
+transformer is on its device. They are freed before the first step (`jobs/pipelines.py`). Every rank holds the VAE's
+weights, and encodes the image that is to be restored. Latents are decoded as the setting `vae` says, while the codec
+keeps its caches. Encoding and decoding are estimates (`models.family.VaeSize`): the VAE's attention is taken to be
+fused, and activations of the text encoders are left out as small.
 """
 
 from __future__ import annotations
@@ -39,59 +46,59 @@ from cocodiff.topology.routes.rounds import rounds_of
 
 MIB = 2**20
 VAE_SETTINGS = ("one", "all", "tiled", "sharded")
-CHANNELS = 3  # of an image
-STRIDE = 0.75  # from where a tile begins to where the next one does, in tiles: diffusers' default
+CHANNELS = 3  # channels of an image
+STRIDE = 0.75  # distance from one tile's start to the next one's, in tiles: diffusers' default
 
-# What the estimate of activations counts, in tensors of one rank's share: [B, L, H, D], or as large [B, S, G, D].
-STREAMS = 6  # the residual stream, attention's output, and what normalisation and modulation make before each half
+# Numbers of tensors in the estimate of activations, each the size of one rank's share: [B, L, H, D] or [B, S, G, D].
+STREAMS = 6  # the residual stream, attention's output, and results of normalisation and modulation before each half
 ALONE = 5  # q, k, v, the output, and one being concatenated or rotated
 EXCHANGED = 14  # q, k, v projected, packed, received and put in place; the output; one being concatenated or rotated
-RING = 9  # k and v of two other groups; the merged output in float32; a part and its share of that
-PIECE = 7  # of streaming, for the rows of a piece: its queries and the next one's, put together; two parts; both ways
-TOKENS = 8  # of a token ring beside that: q of two other ranks, and parts on their way, three here and three from here
+RING = 9  # k and v of two other groups; the merged output in float32; a partial result and its float32 form
+PIECE = 7  # for a piece of streaming attention: its queries and the next piece's; two partial results; both ways
+TOKENS = 8  # in a token ring: q of two other ranks, and partial results in flight, three received and three sent
 
 
-KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_flight", "step_cache")  # between calls
+# Fields of `RankMemory` that are kept between calls.
+KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_flight", "step_cache")
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank. Caches of V-Major: q, k and v of image tokens, the scoring reference, and q, k and v of text
-    tokens. reconstructions: of the residual codec or of calls that do not wait, what the ends hold of q, k, v and the
-    output. in_flight: of one call of every layer, what was sent or came and the next call takes. step_cache: what
-    blocks added at the last call that was computed."""
+    """The bytes of one rank."""
 
-    weights: int = 0
-    activations: int = 0
-    image_cache: int = 0
-    reference_cache: int = 0
-    text_cache: int = 0
-    reconstructions: int = 0
-    in_flight: int = 0
-    step_cache: int = 0
-    library: int = 0  # what the library of messages takes for itself (`library_mib` of `Device`)
+    weights: int = 0  # all weights of the transformer on this rank, with buffers for split ones
+    activations: int = 0  # the estimate of `activations`
+    image_cache: int = 0  # V-Major's q, k and v of image tokens
+    reference_cache: int = 0  # V-Major's scoring reference
+    text_cache: int = 0  # V-Major's q, k and v of text tokens
+    reconstructions: int = 0  # q, k, v and the output at both ends, of the residual codec or of displaced exchange
+    in_flight: int = 0  # tensors of one call of every layer that are sent, or received for the next call
+    step_cache: int = 0  # the changes that blocks made at the last computed call
+    library: int = 0  # the communication library's own memory (`library_mib` of `Device`)
 
     @property
     def cache(self) -> int:
-        """All that is kept between calls."""
+        """The bytes that are kept between calls."""
         return sum(getattr(self, name) for name in KEPT)
 
     @property
     def total(self) -> int:
+        """The bytes of all fields."""
         return self.weights + self.activations + self.cache + self.library
 
 
 def add(parts: list[RankMemory]) -> RankMemory:
+    """Return the sums of each field."""
     return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
 
 
 def run_cache(case: Case) -> list[RankMemory]:
-    """Return every rank's caches of all layers, layers times branches, and its step cache."""
+    """Return the bytes that every rank keeps between calls, over all layers and branches, with its step cache."""
     shape, mesh, kept_P = case.shape, case.mesh, [Counter[str]() for _ in case.topology.places]
     state_bytes = costs_of(case.config).state_bytes
     *of_all, image_layers = coded_layers(shape, case.config.state_layers)
     for layers, segments in ((sum(of_all), case.segments), (image_layers, case.image_only)):
-        if not segments:  # by a plan no token is known to be an image's
+        if not segments:  # models that run by a plan have no image segment
             continue
         for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(segments, shape.heads), strict=True):
             of_layer = state_bytes(part, layout, case.work) if part.size > 1 else [{}]  # one alone keeps nothing
@@ -103,14 +110,17 @@ def run_cache(case: Case) -> list[RankMemory]:
 
 
 def activations(case: Case) -> list[int]:
-    """Every rank's activations at their peak, where tokens enter or in one layer: an estimate.
+    """Return every rank's activations at their peak, in bytes: where tokens enter or in one layer. An estimate.
 
     Where tokens enter there are `unsharded_copies` tensors of the whole image, one of which lives on in the first
-    layer. In a layer, of the size of the rank's share, there are the streams that a layer keeps, and the largest of:
-    attention (q, k, v, send and receive buffers, whole sequences, the output) with the hidden layer of an MLP that runs
-    beside it; that layer's output projection, whose input is put together from both; and an MLP that follows (hidden
-    layer before and after its activation, and its output). Attention itself is taken to be fused: no S x S matrix. The
-    text's embeddings, rotary angles and the model's exit are left out as small.
+    layer. In a layer there are the streams that it keeps, in tensors of the rank's share, and the largest of three:
+
+    - attention (q, k, v, send and receive buffers, whole sequences, the output) with an MLP's hidden layer beside it;
+    - such a layer's output projection, whose input is put together from both;
+    - a following MLP (hidden layer before and after its activation, and its output).
+
+    Attention itself is taken to be fused: no S x S matrix. The text's embeddings, rotary angles and the model's exit
+    are left out as small.
     """
     shape, mesh = case.shape, case.mesh
     attention = (ALONE if mesh.ulysses == 1 else EXCHANGED) + (RING if mesh.ring > 1 else 0)
@@ -132,7 +142,7 @@ def activations(case: Case) -> list[int]:
 
 
 def streamed(mesh: Mesh, heads: int) -> int:
-    """Tensors of the size of a rank's share that streaming attention has beside a ring's, without the four blocks that
+    """Return the tensors of a rank's share that streaming attention has in addition to RING, less the four blocks that
     it does not pass on."""
     nodes = rounds_of(mesh)[0].shape[0]
     pieces = nodes * min(head_runs(nodes, held) for held in mesh.heads(heads))
@@ -140,8 +150,10 @@ def streamed(mesh: Mesh, heads: int) -> int:
 
 
 def size_run(case: Case) -> list[RankMemory]:
-    """Return what every rank needs. Raises UserError where the ranks outnumber image tokens, or those of a Ulysses
-    group heads."""
+    """Return the memory that every rank needs.
+
+    Raise UserError if there are more ranks than image tokens, or more in a Ulysses group than heads.
+    """
     device, (ranks, nodes) = case.topology.machine.device, max((case.topology.size, case.topology.nodes), case.job)
     library = int(MIB * ((ranks > 1) * device.library_mib + (nodes > 1) * device.across_mib))
     held = {"weights": weights_held(case), "library": library}
@@ -150,13 +162,15 @@ def size_run(case: Case) -> list[RankMemory]:
 
 
 def fullest(case: Case) -> RankMemory:
-    """Return what the rank needs that needs most. Raises UserError as `size_run`."""
+    """Return the memory of the rank that needs most. Raise UserError as `size_run`."""
     return max(size_run(case), key=lambda need: need.total)
 
 
 def block_parameters(shape: ModelShape) -> list[int]:
-    """Numbers of every block's weights, in the model's order: attention, modulation and MLP of each stream. An
-    estimate, within 3 % of the published models (`tests/test_memory.py`)."""
+    """Return the elements of every block's weights, in the model's order: attention, modulation and MLP of each stream.
+
+    An estimate, within 3 % of the published models (`tests/test_memory.py`).
+    """
     modulation, mlp = 0 if shape.gated_mlp else 3, (3 if shape.gated_mlp else 2) * shape.mlp_ratio
     joint = 2 * (2 * modulation + 4 + mlp) if shape.text_tokens else 8 + mlp  # Wan attends to its text alone
     of_width = [joint] * shape.joint_layers + [modulation + 4 + mlp] * shape.parallel_layers
@@ -164,7 +178,7 @@ def block_parameters(shape: ModelShape) -> list[int]:
 
 
 def sharing_ranks(case: Case) -> Topology | None:
-    """Return the ranks that share the weights of blocks, of the smallest set of them; None where nothing is shared."""
+    """Return the ranks that share blocks' weights, of the smallest such set. None if nothing is shared."""
     if case.config.split is None or case.topology.size == 1:
         return None
     of_ranks = [sharing(case.topology, case.config.weights, rank) for rank in range(case.topology.size)]
@@ -173,7 +187,8 @@ def sharing_ranks(case: Case) -> Topology | None:
 
 
 def weights_held(case: Case) -> int:
-    """Return the bytes of a rank's weights: of split blocks its part, and two buffers of the largest one."""
+    """Return the bytes of a rank's weights. Of split blocks these are its part, and two buffers of the largest
+    block."""
     numbers, blocks, ranks = case.shape.parameters, block_parameters(case.shape), sharing_ranks(case)
     if ranks is not None and blocks:
         models = max(1, round(numbers / sum(blocks)))  # Wan 2.2 has two
@@ -183,8 +198,11 @@ def weights_held(case: Case) -> int:
 
 
 def weights_waited_s(case: Case, layers_s: Sequence[float]) -> float:
-    """Return the seconds of a call that ranks wait for split weights: a block's parts are under way from where the
-    split block before it begins. That tokens use these links as well is left out."""
+    """Return the seconds in a call that ranks wait for split weights.
+
+    A block's parts are under way from the start of the previous split block on. Tokens on the same links are not
+    counted. layers_s: seconds of every block.
+    """
     numbers, waited, ranks = block_parameters(case.shape), 0.0, sharing_ranks(case)
     if ranks is None or not numbers:
         return waited
@@ -197,14 +215,14 @@ def weights_waited_s(case: Case, layers_s: Sequence[float]) -> float:
 
 
 def largest_batch(case: Case, memory: int) -> int:
-    """Return the most images that fit into `memory` bytes on every rank, 0 where one is too many."""
+    """Return the largest number of images that fit into `memory` bytes on every rank; 0 if one is too many."""
     of_one = size_run(replace(case, batch=case.shape.rows_per_image))
     return max(0, min((memory - need.weights - need.library) // (need.activations + need.cache) for need in of_one))
 
 
 def misfit(need: RankMemory, memory: int | None) -> str | None:
-    """Why a rank's needs exceed `memory` bytes, what is to blame and what helps; None where they fit, or where
-    `memory` is not known."""
+    """Return why a rank's needs exceed `memory` bytes, with the cause and the remedy. None if they fit or `memory` is
+    unknown."""
     if memory is None or need.total <= memory:
         return None
     parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache, "library": need.library}
@@ -237,15 +255,15 @@ def misfit(need: RankMemory, memory: int | None) -> str | None:
 
 
 def check_fits(need: RankMemory, memory: int | None, where: str) -> None:
-    """Raises UserError with figures, blame and remedy where a rank's needs exceed `memory`, in bytes. where: what is
-    asked, for the message, e.g. "rank 3 on cpu"."""
+    """Raise UserError, with figures, cause and remedy, if a rank's needs exceed `memory` bytes. where: for the message,
+    e.g. "rank 3 on cpu"."""
     reason = misfit(need, memory)
     if reason is not None:
         raise UserError(f"memory of {where}: {reason}")
 
 
 def mib(count: float) -> str:
-    """Bytes as MiB: whole ones, of less than ten with two decimals."""
+    """Return bytes in MiB as text: whole numbers, or two decimals below ten."""
     return f"{count / MIB:.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"
 
 
@@ -255,21 +273,21 @@ def mib(count: float) -> str:
 class VaePeak(NamedTuple):
     """The activations of the VAE on a rank, in bytes."""
 
-    encoding: int  # of every rank, while it encodes the image that is to be restored
-    decoding: int  # of a rank that decodes
-    decoders: int  # the most ranks of one node that decode at the same time
+    encoding: int  # bytes on every rank, while it encodes the image that is to be restored
+    decoding: int  # bytes on a rank that decodes
+    decoders: int  # the largest number of ranks on one node that decode at the same time
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The memory that a run takes before and after its denoising steps, in bytes."""
+    """The memory of a run before and after its denoising steps, in bytes."""
 
-    encoders: int  # rank 0's text encoders
-    vae: int  # the VAE's weights
-    of_vae: Mapping[str, VaePeak]  # by the setting `vae`
+    encoders: int  # weights of the text encoders, on rank 0
+    vae: int  # weights of the VAE
+    of_vae: Mapping[str, VaePeak]  # activations of the VAE by the setting `vae`
 
     def of_rank(self, step: RankMemory, vae: str) -> dict[str, int]:
-        """All that a rank holds, by what the run does: of the fullest one. step: what it holds in a denoising step."""
+        """Return the bytes of the fullest rank in each phase of a run. step: its memory in a denoising step."""
         kept, peak = step.weights + step.library + self.vae, self.of_vae[vae]
         return {
             "text encoding": self.encoders + step.library,
@@ -279,16 +297,23 @@ class Peaks:
         }
 
     def fullest(self, step: RankMemory, vae: str) -> tuple[str, int]:
-        """Return the name of the moment at which a rank holds most, and its bytes."""
+        """Return the name and the bytes of the phase in which a rank holds most."""
         return max(self.of_rank(step, vae).items(), key=lambda moment: moment[1])
 
 
 def size_peaks(
     shape: ModelShape, topology: Topology, video: Video, images: int, itemsize: int, replicas: int = 1
 ) -> Peaks | None:
-    """The peaks around a run. None where the model's VAE is not known. video: what is made, or an image; in tiles there
-    are images alone. images: of one call. replicas: sets of ranks, all of which decode at the same time. Raises
-    UserError where so many replicas do not divide the ranks."""
+    """Return the peaks around a run. None if the model's VAE is not known.
+
+    Raise UserError if the replicas do not divide the ranks.
+
+    Args:
+        video: the size of a video, or of an image as one of a single frame; only images are decoded in tiles
+        images: images of one call
+        itemsize: bytes of an element
+        replicas: sets of ranks, all of which decode at the same time
+    """
     vae = shape.vae
     if vae is None:
         return None
@@ -308,7 +333,8 @@ def size_peaks(
 
 
 def _activations(vae: VaeSize, video: Video, how: str, ranks: int) -> tuple[int, int]:
-    """Numbers of one image or video at the peaks of encoding and decoding it. ranks: that share it."""
+    """Return the elements at the peak of encoding and of decoding one image or video. ranks: the number that share
+    it."""
     if how == "sharded" and ranks > 1:
         return _of_band(vae, video, ranks)
     pixels = video.height * video.width
@@ -320,14 +346,16 @@ def _activations(vae: VaeSize, video: Video, how: str, ranks: int) -> tuple[int,
     rows, columns = (tile_sides(side, vae.tile) for side in (video.height, video.width))
     tile, own = rows[0] * columns[0], math.ceil(len(rows) * len(columns) / ranks)
     decoded, own = CHANNELS * sum(rows) * sum(columns), CHANNELS * tile * own
-    # A rank's last tile, beside those that it has decoded; or all tiles, and its own twice more or the image.
+    # Either a rank's last tile with those that it has decoded; or all tiles, and its own twice more or the image.
     blending = decoded + max(2 * own, CHANNELS * pixels)
     return vae.encoding * tile, max(vae.decoding * tile + own, blending)
 
 
 def _of_band(vae: VaeSize, video: Video, ranks: int) -> tuple[int, int]:
-    """Numbers of one image or video at the peaks of encoding and decoding the largest of so many bands, with a row of
-    each neighbour; or of what is gathered, as it comes and put together: keys and values of all, and the image."""
+    """Return the elements at the peak of encoding and of decoding the largest band, with a row of each neighbour.
+
+    Gathers count too, with their received and joined parts: keys and values of all bands, and the image.
+    """
     shorter, longer = sorted((video.height, video.width))
     latent = math.ceil(longer / vae.factor)
     rows = math.ceil(latent / ranks) * vae.factor
@@ -339,6 +367,6 @@ def _of_band(vae: VaeSize, video: Video, ranks: int) -> tuple[int, int]:
 
 
 def tile_sides(side: int, tile: int) -> list[int]:
-    """Pixels of the tiles along one side of an image."""
+    """Return the pixels of the tiles along one side of an image."""
     starts = range(0, side, int(tile * STRIDE)) if side > tile else range(1)
     return [min(tile, side - start) for start in starts]

@@ -1,7 +1,7 @@
-"""The traffic of rings and of chunks in an attention call: bytes over which links, and the seconds of attention that
-hide it. Pure arithmetic (StreamFusion, sections 4.2 and 4.3, appendix D).
+"""The traffic of rings and of chunks in an attention call: its bytes on each link, and the seconds with attention that
+hides it. Pure arithmetic (StreamFusion, sections 4.2 and 4.3, appendix D).
 
-Every link carries its bytes at the machine file's rate and the fullest link sets the pace.
+Every link carries its bytes at the machine file's rate, and the fullest link sets the pace.
 """
 
 from __future__ import annotations
@@ -21,31 +21,39 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import chunk_ranks
 from cocodiff.topology.routes.rounds import CARD, LEVELS, NODE, TILE, rounds_of
 
-SUM_BYTES = 4  # of the log of a sum, which a part has for each token and head
+SUM_BYTES = 4  # bytes of the log-sum-exp that a partial result has for each token and head
 
 Levels = tuple[int, ...]
-Seconds = Callable[[float], float]  # of attention to all keys of a call, by those of attention to one group's
+Seconds = Callable[[float], float]  # from seconds of attention to one group's keys to those of a whole call
 
 
 class Ring(NamedTuple):
-    """The messages of a call in all rings of a mesh."""
+    """The messages of one attention call in all rings of a mesh."""
 
-    messages: Sequence[Traffic]
-    seconds: Seconds
-    moves_s: Sequence[float] = ()  # of every move, where keys go round
+    messages: Sequence[Traffic]  # traffic of each kind of messages
+    seconds: Seconds  # seconds of the call
+    moves_s: Sequence[float] = ()  # seconds of every move of a key ring
 
 
 def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_s: float) -> Ring:
-    """Return what goes round; nothing where there is one group. message_s: what a step of messages takes at least."""
+    """Return the messages and seconds of a mesh's rings; no messages for one group. message_s: least seconds of a
+    step."""
+    if mesh.ring == 1:
+        return Ring([], partial(key_seconds, ()))
     return OF_KINDS[mesh.kind](mesh, layouts, work, Wires(mesh.topology), message_s)
 
 
 def around(
     mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: Levels = LEVELS
 ) -> tuple[Traffic, tuple[float, ...]]:
-    """Return what goes round a ring in a call, and the seconds of every move. Moves along one level (tile, card or
-    node) take the same links; each is given the time of the level's largest blocks. cell: bytes of a block for one
-    token and head. along: the levels along which blocks go."""
+    """Return the traffic of blocks that are passed round a ring in a call, and the seconds of every move.
+
+    Moves along one level (tile, card or node) take the same links, and each the seconds of the level's largest blocks.
+
+    Args:
+        cell: bytes of a block for one token and head
+        along: the levels along which blocks are passed
+    """
     messages, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
     every, grids = range(mesh.ring), rounds_of(mesh, along)
@@ -62,16 +70,23 @@ def around(
 
 
 def key_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+    """Return the ring in which keys and values are passed round."""
     messages, moves_s = around(mesh, layouts, 2 * work.cell, wires, message_s)
     return Ring([messages], partial(key_seconds, moves_s), moves_s)
 
 
 def key_seconds(moves_s: Sequence[float], a_block: float) -> float:
-    """Return the seconds of attention to all blocks of keys, each of which travels behind the one before."""
+    """Return the seconds of attention to all blocks of keys, each of which is received during attention to the one
+    before.
+
+    a_block: seconds of attention to one block.
+    """
     return sum(max(a_block, move_s) for move_s in moves_s) + a_block
 
 
 def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+    """Return the ring in which queries are passed round a node's groups, and keys between nodes. Partial results go
+    back."""
     queries, queries_s = around(mesh, layouts, work.cell, wires, message_s, (CARD, TILE))
     keys, keys_s = around(mesh, layouts, 2 * work.cell, wires, message_s, (NODE,))
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
@@ -89,9 +104,16 @@ def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires
 def token_seconds(
     queries_s: Sequence[float], parts_s: Sequence[float], keys_s: Sequence[float], a_block: float
 ) -> float:
-    """Return the seconds of a token ring, in the order of `TokenRing`: what comes of a step leaves with the next one
-    and may be LAG steps late. queries_s, parts_s: of the queries that go on on every node and of what comes back, by
-    step; keys_s: of keys and values that go on between nodes."""
+    """Return the seconds of a token ring, in the order of `TokenRing`.
+
+    Partial results of a step leave with the next step, and may arrive LAG steps later.
+
+    Args:
+        queries_s: seconds in which queries are passed on within nodes, by step
+        parts_s: seconds in which partial results return, by step
+        keys_s: seconds in which keys and values are passed on between nodes
+        a_block: seconds of attention to one block
+    """
     at, part_s, arrivals = 0.0, 0.0, [0.0] * (LAG + 1)
     for key_s in (*keys_s, 0.0):
         began = at
@@ -104,6 +126,7 @@ def token_seconds(
 
 
 def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+    """Return the ring in which queries go to all ranks of a node and across nodes, and partial results return."""
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
     gather, reduce, cross = (Traffic(wires) for _ in range(3))
     part_cell = work.cell + SUM_BYTES * work.batch
@@ -130,9 +153,17 @@ def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires:
 def stream_seconds(
     blocks: float, pieces: int, gather_s: float, reduce_s: float, cross_s: float, a_block: float
 ) -> float:
-    """Return the seconds of all pieces, in the order of `streaming.py`: while one is attended to, the next is gathered,
-    the part of the one before is reduced, and others cross nodes. blocks: what attention to a piece takes, in blocks;
-    gather_s, reduce_s: of a piece's queries and of what they give, on a node; cross_s: of either across nodes."""
+    """Return the seconds of streaming attention, in the order of `streaming.py`.
+
+    During attention to a piece the next one is gathered, the previous one's partial results are reduced, and others
+    cross nodes.
+
+    Args:
+        blocks: work of attention to a piece, in blocks
+        gather_s, reduce_s: seconds of a piece's queries, and of its partial results, on a node
+        cross_s: seconds of either across nodes
+        a_block: seconds of attention to one block
+    """
     at = gather_s
     for number in range(pieces):
         here_s = gather_s * (number + 1 < pieces) + reduce_s * (number > 0)
@@ -140,7 +171,7 @@ def stream_seconds(
     return at + reduce_s + cross_s
 
 
-OF_KINDS = {"keys": key_ring, "token": token_ring, "streaming": streaming}  # as the registry's `RINGS`
+OF_KINDS = {"keys": key_ring, "token": token_ring, "streaming": streaming}  # names as in the registry's `RINGS`
 
 
 # In chunks ------------------------------------------------------------------------------------------------------------
@@ -149,9 +180,11 @@ OF_KINDS = {"keys": key_ring, "token": token_ring, "streaming": streaming}  # as
 def in_chunks(
     mesh: Mesh, chunks: int, rows_P: np.ndarray, ring: Ring, message_seconds: Callable[[np.ndarray], float]
 ) -> Seconds | None:
-    """Return the seconds of a call whose tensors travel in so many chunks; None where there is but one. On one node all
-    chunks but the own one arrive at once. message_seconds: of q, k, v and the output of chosen blocks, by the ranks
-    whose rows and heads they have."""
+    """Return the seconds of a call whose tensors are sent in chunks. None if there is only one chunk.
+
+    On one node all chunks but the rank's own arrive at once. message_seconds: the seconds of q, k, v and the output, by
+    the chosen (rows, heads) ranks.
+    """
     first, size = mesh.groups[0], mesh.topology.size
     stages = 2 if mesh.parts[0].nodes == 1 else chunks
     of_stages = [np.zeros((size, size), dtype=bool) for _ in range(stages)]
@@ -171,9 +204,17 @@ def in_chunks(
 def staged_seconds(
     shares: Sequence[float], messages_s: Sequence[float], moves_s: Sequence[float], a_block: float
 ) -> float:
-    """Return the seconds of a call in chunks, in the order of `torus.py`. The own chunk takes other links than the
-    others, which follow each other; q, k, v and o take a quarter of a chunk's messages each. shares: the part of the
-    group's tokens in each chunk, the own one first; messages_s: of each chunk; moves_s: of the ring of keys."""
+    """Return the seconds of a call in chunks, in the order of `torus.py`.
+
+    The own chunk takes other links than the rest, which follow each other. Each of q, k, v and the output takes a
+    quarter of a chunk's messages.
+
+    Args:
+        shares: part of the group's tokens in each chunk, the own one first
+        messages_s: seconds of each chunk's messages
+        moves_s: seconds of the moves of the key ring
+        a_block: seconds of attention to one block
+    """
     (own, *others), (own_s, *others_s) = shares, (seconds / 4 for seconds in messages_s)
     at, arrived = 3 * own_s + own**2 * a_block, 0.0
     for share, each_s in zip(others, others_s, strict=True):  # queries
@@ -183,12 +224,12 @@ def staged_seconds(
     for share, each_s in zip(others, others_s, strict=True):  # keys and values
         arrived += 2 * each_s
         at, last = max(at + last, arrived), share * a_block
-    began = at  # when all keys of the group are here and begin to go round
+    began = at  # when all keys of the group have arrived and their ring begins
     for move_s in moves_s:
         at, last = max(at + last, began + move_s), a_block
         began = at
     left = 0.0
-    for share, each_s in zip(others[::-1], others_s[::-1], strict=True):  # outputs, of the last keys
+    for share, each_s in zip(others[::-1], others_s[::-1], strict=True):  # outputs, during the last keys
         at += share * last
         left = max(left, at) + each_s
     return max(left, at + own * last) + own_s

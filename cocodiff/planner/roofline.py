@@ -1,5 +1,7 @@
-"""Roofline: a device computes as long as its arithmetic or its memory traffic takes, whichever is longer. Of a layer of
-a model, and of every operation of `kernels`, whose instructions count as well."""
+"""Roofline: a device takes as long as its arithmetic or its memory traffic, whichever is longer.
+
+It is given for a layer of a model, and for every operation of `kernels`, where vector instructions count as well.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ from cocodiff.planner.memory import ModelShape
 from cocodiff.topology.layout import Layout
 
 ITEMSIZE = 2  # bf16
-COPIES = frozenset(["pack", "gather_pack", "unpack", "scatter_rows"])  # what they read is what they write
+COPIES = frozenset(["pack", "gather_pack", "unpack", "scatter_rows"])  # operations that write the bytes they read
 
-# Instructions of a lane for a number in bf16, counted in what GPU Max's compiler makes of them (docs/design.md).
-# A copy's are for a number that is moved; those of renewing a reference are among them.
+# Instructions of a lane for one element in bf16, counted in the output of GPU Max's compiler (docs/design.md).
+# Those of a copy are for one moved element, and include renewing a reference.
 LANES = 16
 INSTRUCTIONS = {
     **dict.fromkeys(COPIES, 27.4),
@@ -41,10 +43,10 @@ INSTRUCTIONS = {
     "stream_lengths": 2.0,
     "decode_lossless": 113.0,
 }
-# Of those that are not one. Encoding is three where a block has four million numbers or more, which then weigh more.
-# The lengths of streams are copied to the host besides, which waits for them.
+# Launches of operations that take more than one. Encoding takes three for blocks of four million elements or more, for
+# which launches matter little. The lengths of streams are also copied to the host, which waits for them.
 LAUNCHES = {"encode_lossless": 2, "stream_lengths": 2}
-# The codec's are of 4 or 8 bits and the newest reconstruction; these take so many more.
+# The codec's counts are for 4 or 8 bits and one reconstruction. These variants take more, by so many instructions.
 MORE = {
     "encode_residual": {"int2": 41.6, "taylor": 8.2, "measure": 7.2},
     "decode_residual": {"int2": 1.5, "taylor": 8.4, "onward": 12.9},
@@ -52,15 +54,20 @@ MORE = {
 
 
 def started(op: str, numbers: float, parts: Sequence[str] = ()) -> float:
-    """Instructions that an operation of `kernels` starts for a tensor of so many numbers; `select` is left out. parts:
-    of MORE."""
+    """Return the instructions that an operation of `kernels` starts for a tensor of so many elements; 0 for `select`.
+
+    parts: keys of MORE.
+    """
     return (INSTRUCTIONS.get(op, 0.0) + sum(MORE[op][part] for part in parts)) * numbers / LANES
 
 
 def seconds(device: Device, flops: float, moved_bytes: float, instructions: float = 0.0) -> float:
-    """Of one kernel at the device's full rates: matrix arithmetic, traffic or vector instructions, whichever takes
-    longest. A rate of 0 is one that the machine file does not tell: then nothing is charged for it."""
-    arithmetic = flops / (device.bf16_tflop_s * 1e12) if device.bf16_tflop_s else 0.0
+    """Return the seconds of one kernel at the rates that the device reaches: matrix arithmetic, traffic or vector
+    instructions, whichever is longest.
+
+    A rate of 0 is not known, and nothing is charged for it.
+    """
+    arithmetic = flops / (device.bf16_tflop_s * device.peak_share * 1e12) if device.bf16_tflop_s else 0.0
     traffic = moved_bytes / (device.memory_gb_s * 1e9) if device.memory_gb_s else 0.0
     vector = instructions / (device.instructions_g_s * 1e9) if device.instructions_g_s else 0.0
     return max(arithmetic, traffic, vector)
@@ -68,24 +75,31 @@ def seconds(device: Device, flops: float, moved_bytes: float, instructions: floa
 
 @dataclass(frozen=True)
 class Layer:
-    """Seconds of one attention layer's parts on one rank of the real machine, all rows and heads of the rank. rest:
-    output projection and MLP."""
+    """The seconds of one attention layer's parts on one rank, for all its rows and heads."""
 
     project_v: float
     project_qk: float
     attention: float
-    rest: float
+    rest: float  # output projection and MLP
 
     @property
     def total(self) -> float:
+        """The seconds of the layer."""
         return self.project_v + self.project_qk + self.attention + self.rest
 
 
 def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, rank: int, layout: Layout) -> Layer:
-    """Each part takes as long as its arithmetic or its memory traffic, whichever is longer, at the device's full rate.
+    """Return the seconds of a layer's parts, at the device's full rates.
+
     Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k one pass
-    of normalisation and rotation with the instructions that our kernels take. Not counted: modulation, residuals,
-    launches, embeddings."""
+    of normalisation and rotation with our kernels' instructions. Not counted are modulation, residuals, launches and
+    embeddings.
+
+    Args:
+        tokens: tokens of the whole sequence
+        batch: rows of the batch
+        rank: index of the rank in `layout`
+    """
     device, W, D = topology.machine.device, shape.width, shape.head_dim
     L, G = layout.rows[rank] * batch, layout.heads[rank]
 
@@ -106,33 +120,35 @@ def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, ran
 
 
 def copied_s(device: Device, count: float, itemsize: int) -> float:
-    """Seconds of a copy of so many bytes, of numbers of this size."""
+    """Return the seconds of a copy of `count` bytes. itemsize: bytes of an element."""
     return seconds(device, 0.0, 2 * count, started("pack", count / itemsize))
 
 
 def merged_s(device: Device, numbers: float) -> float:
-    """Seconds of merging a part of so many numbers in bf16 into a sum in float32."""
+    """Return the seconds of merging a partial result of so many bf16 elements into a float32 sum."""
     return seconds(device, 0.0, 10 * numbers, started("merge_partials", numbers))
 
 
 def scored_s(device: Device, count: float) -> float:
-    """Seconds of scoring v in bf16 of so many bytes, which becomes the reference."""
+    """Return the seconds of scoring v in bf16, `count` bytes, which becomes the reference."""
     return seconds(device, 0.0, 3 * count, started("l1_score", count / ITEMSIZE))
 
 
 def coded_s(device: Device, x: Tensor, config: Config, width: int, sends: bool) -> float:
-    """Seconds of the passes and launches that code a tensor [B, L, H, D] at one end. width: bytes of one head of one
-    token on the wire."""
+    """Return the seconds of the passes and launches that code (`sends`) or decode a tensor [B, L, H, D].
+
+    width: bytes on the wire of one token for one head.
+    """
     return sum(operation_s(device, op, [x], arguments) for op, arguments in passes(x, config, width, sends))
 
 
 def operation_s(device: Device, op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> float:
-    """Seconds of an operation of `kernels` with its launches; see `cost_of`."""
+    """Return the seconds of an operation of `kernels` with its launches; see `cost_of`."""
     return seconds(device, 0.0, *cost_of(op, moved, arguments)) + LAUNCHES.get(op, 1) * device.launch_us * 1e-6
 
 
 def passes(x: Tensor, config: Config, width: int, sends: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The operations of `kernels` that code a tensor [B, L, H, D] at one end, and their arguments."""
+    """Yield the operations of `kernels`, with their arguments, that code (`sends`) or decode a tensor [B, L, H, D]."""
     linear = config.predictor != "last"
     code, numbers = x.new_empty(*x.shape[:3], width, dtype=torch.uint8), torch.empty(4, device="meta")
     if config.codec == "lossless":
@@ -153,8 +169,10 @@ def passes(x: Tensor, config: Config, width: int, sends: bool) -> Iterator[tuple
 
 
 def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple[float, float]:
-    """Bytes that an operation of `kernels` reads and writes, and instructions that it starts. moved, arguments: as
-    `Kernels` has them."""
+    """Return the bytes that an operation of `kernels` reads and writes, and the instructions that it starts.
+
+    moved, arguments: as `Kernels` has them.
+    """
     parts: dict[str, bool] = {}
     if op == "encode_residual":
         x_BLHD, known, how, bits, code_BLHW, notes_N = arguments
@@ -165,7 +183,7 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
         code_BLHW, known, factor, bits, *onward = arguments
         parts = {"int2": bits == 2, "taylor": factor is not None, "onward": any(onward)}
         traffic = code_BLHW.nbytes + bytes_of_state(known, factor is not None) + bytes_of(onward)
-    elif op == "encode_lossless":  # what is sent is written by one launch, read and written by another
+    elif op == "encode_lossless":  # one launch writes the payload, another one reads and writes it
         x_BLHD, known, _, streams, *_ = arguments
         sent = streams.nbytes if streams.dim() == 4 else TYPICAL * x_BLHD.nbytes
         traffic = x_BLHD.nbytes + 3 * sent + bytes_of(known)
@@ -176,7 +194,7 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
         traffic = code_BLHW.nbytes + rests.nbytes + bytes_of(known)
     elif op == "note_change":
         x_BLHD, last_BLHD, notes_N = arguments
-        traffic = bytes_of((x_BLHD, last_BLHD, last_BLHD, notes_N))  # x is the last one afterwards
+        traffic = bytes_of((x_BLHD, last_BLHD, last_BLHD, notes_N))  # the last values are read, then replaced by x
     else:
         traffic = bytes_of(arguments)
     itemsize = moved[0].element_size() if moved else 1
@@ -185,12 +203,13 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
 
 
 def bytes_of_state(known: Reconstructions, both: bool) -> int:
-    """Reading the newest reconstruction, with `both` the one before as well, and writing the next."""
+    """Return the bytes of reading the newest reconstruction (with `both` also the one before) and writing the next."""
     return (3 if both and known.before is not None else 2) * known.last.nbytes
 
 
 def bytes_of(value: Any) -> int:
-    """Of all tensors in nested sequences and mappings; chosen rows count as what is read and written of them."""
+    """Return the bytes of all tensors in nested sequences and mappings. Chosen rows count with the bytes that are read
+    and written."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, (list, tuple)):  # most are of tensors

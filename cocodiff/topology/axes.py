@@ -1,11 +1,12 @@
 """The axes that ranks are divided into: replicas x guidance x ring x ulysses. Pure data.
 
 A *replica* makes images of its own and shares nothing with the others. Within a replica, each *branch* computes one
-branch of classifier-free guidance (axis "guidance"). The ranks of a branch share a sequence, by Ulysses x Ring. A
-*Ulysses group* holds a part of the sequence: its ranks exchange tokens for heads among themselves, and then each of
-them, at its *slot*, has some heads of the group's tokens. The ranks of one slot in all groups have the same heads; they
-form a *ring*, in which every group's keys and values go round (StreamFusion, sections 2.2 and 4.2). One group is plain
-Ulysses, groups of one rank are plain Ring.
+branch of classifier-free guidance (axis "guidance"). The ranks of a branch share a sequence, by Ulysses x Ring.
+
+A *Ulysses group* holds a part of the sequence. Its ranks exchange tokens for heads among themselves. After that each
+rank, at its *slot*, has some heads of all the group's tokens. The ranks at one slot of all groups have the same heads.
+They form a *ring*, around which every group's keys and values are passed (StreamFusion, sections 2.2 and 4.2). One
+group is plain Ulysses; groups of one rank are plain Ring.
 """
 
 from __future__ import annotations
@@ -20,31 +21,29 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Place, Topology
 from cocodiff.topology.layout import Layout, Segment, Segments, ShardedSegment, even_shares, slices
 
+# Which ranks are neighbours: those of a ring ("topology") or those of a Ulysses group ("usp")
 PLACEMENTS = ("topology", "usp")
-AXES = ("card", "plane")
+AXES = ("card", "plane")  # which ranks of a node stand side by side: those of a card, or those of a plane
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """groups[g][u] is the rank at slot u of Ulysses group g.
-
-    placement: "topology" puts neighbours into a ring, so that Ulysses goes across the slow links; "usp" puts them into
-    a Ulysses group. axis: whether ranks of a node are neighbours by "card" (siblings first) or by "plane". kind: what
-    goes round the rings, a name of the registry's `RINGS`.
-    """
+    """The division of one sequence's ranks into Ulysses groups and, across them, rings."""
 
     topology: Topology
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # groups[g][u]: the rank at slot u of Ulysses group g
+    # "topology": neighbours form a ring, Ulysses uses the slow links; "usp": neighbours form a group
     placement: str = "topology"
-    axis: str = "card"
-    kind: str = "keys"
+    axis: str = "card"  # neighbours on a node: "card" (siblings first) or "plane"
+    kind: str = "keys"  # what is passed around the rings, a name in the registry's `RINGS`
+    # cache of `layouts`, by segments and number of heads
     _layouts: dict[tuple[Segments, int], tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def build(
         cls, topology: Topology, ring: int = 1, placement: str = "topology", axis: str = "card", kind: str = "keys"
     ) -> Mesh:
-        """Raises UserError where `ring` does not divide the ranks."""
+        """Build the mesh with `ring` Ulysses groups. Raise UserError if `ring` does not divide the number of ranks."""
         size = topology.size
         check_divides("ring", ring, size, ", or auto")
         if ring == 1:
@@ -60,29 +59,33 @@ class Mesh:
 
     @property
     def ring(self) -> int:
-        """Ring degree: groups, and ranks of a ring."""
+        """The Ring degree: the number of groups, which is the number of ranks in a ring."""
         return len(self.groups)
 
     @property
     def ulysses(self) -> int:
-        """Ulysses degree: ranks of a group, and rings."""
+        """The Ulysses degree: the number of ranks in a group, which is the number of rings."""
         return len(self.groups[0])
 
     def group_and_slot(self, rank: int) -> tuple[int, int]:
-        """The group and the slot of a rank."""
+        """Return the Ulysses group of a rank and its slot in that group, both indices from 0."""
         return self._slots[rank]
 
     @cached_property
     def _slots(self) -> dict[int, tuple[int, int]]:
+        """The group and slot of every rank."""
         return {rank: (g, u) for g, group in enumerate(self.groups) for u, rank in enumerate(group)}
 
     @cached_property
     def parts(self) -> tuple[Topology, ...]:
-        """Every group as a topology of its own: rank u of it is its slot u."""
+        """The topology of every group by itself, in which rank u is the group's slot u."""
         return (self.topology,) if self.ring == 1 else tuple(self.topology.part(group) for group in self.groups)
 
     def heads(self, heads: int) -> tuple[int, ...]:
-        """Heads of every slot: at most one more than any other's."""
+        """Return the number of attention heads at every slot; these differ by at most one.
+
+        Raise UserError if there are more slots than heads.
+        """
         if self.ulysses > heads:
             raise UserError(
                 f"Ulysses groups of {self.ulysses} of {self.topology.size} ranks for {heads} attention heads: a slot "
@@ -91,14 +94,18 @@ class Mesh:
         return even_shares(heads, self.parts[0].shard_order)
 
     def layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
-        """Every group's layout of one attention call. Tokens are divided among all ranks as without a mesh. Raises
-        UserError where ranks outnumber the tokens of a segment that each needs, or slots heads."""
+        """Return every group's layout of one attention call. Tokens are divided among all ranks as without a mesh.
+
+        Raise UserError if there are more slots than `heads`, or more ranks than tokens of a segment that every rank
+        needs.
+        """
         key = (segments, heads)
         if key not in self._layouts:
             self._layouts[key] = self._build_layouts(*key)
         return self._layouts[key]
 
     def _build_layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
+        """Compute what `layouts` caches."""
         if self.ring == 1:
             return (Layout.build(self.topology, segments, heads),)
         of_slots = self.heads(heads)
@@ -112,11 +119,17 @@ class Mesh:
 
 
 def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def check_divides(name: str, parts: int, ranks: int, or_else: str = "") -> None:
-    """Raises UserError where so many ranks have no such number of equal parts."""
+    """Raise UserError if `ranks` cannot be divided into `parts` equal parts.
+
+    Args:
+        name: the setting that the error names.
+        or_else: text after the list of valid values.
+    """
     if parts < 1 or ranks % parts:
         fitting = ", ".join(map(str, divisors(ranks)))
         raise UserError(f"{name} {parts} does not divide {ranks} ranks: choose one of {fitting}{or_else}")
@@ -125,8 +138,16 @@ def check_divides(name: str, parts: int, ranks: int, or_else: str = "") -> None:
 def meshes(
     topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto", kind: str = "keys"
 ) -> list[Mesh]:
-    """Every mesh of these ranks whose Ulysses groups have at most a rank for each head, Ring degree by degree; of kinds
-    other than keys with ring auto those with a ring. Raises UserError for a ring that ranks and heads do not allow."""
+    """Return every mesh of these ranks whose Ulysses groups have at most one rank per head, by ascending Ring degree.
+
+    With `ring` "auto" and another `kind` than "keys", meshes without a ring are left out. Raise UserError if ranks and
+    heads do not allow the `ring` asked for.
+
+    Args:
+        ring: Ring degree, or "auto" for all of them.
+        placement: one of `PLACEMENTS`, or "auto" for both.
+        kind: what is passed around the rings, a name in the registry's `RINGS`.
+    """
     size = topology.size
     fitting = [n for n in divisors(size) if size // n <= heads]
     if ring != "auto" and ring not in fitting:
@@ -148,9 +169,14 @@ def meshes(
 def mesh_without_ring(
     topology: Topology, heads: int, ring: int | str, prefer_ulysses: bool = False, kind: str = "keys"
 ) -> Mesh | None:
-    """Ulysses alone, where that is asked for or takes no comparison: with ring auto where heads allow it, for what
-    speeds up Ulysses' exchange only (prefer_ulysses) and on machines whose file does not tell the tiles' rate; not with
-    another kind than keys, which asks for a ring. Raises UserError as `meshes`."""
+    """Return the mesh of Ulysses alone if no comparison of meshes is needed to choose it, else None.
+
+    `ring` 1 needs no comparison. "auto" needs none if ranks do not outnumber heads, `kind` does not ask for a ring, and
+    `prefer_ulysses` is set or the machine file gives no compute rate. Raise UserError as `meshes` does.
+
+    Args:
+        prefer_ulysses: True if a setting speeds up only the exchange of Ulysses.
+    """
     known = topology.machine.device.bf16_tflop_s > 0
     auto = ring == "auto" and (kind in ("keys", "auto") or topology.size == 1)
     if ring == 1 or (auto and topology.size <= heads and (prefer_ulysses or not known)):
@@ -159,27 +185,36 @@ def mesh_without_ring(
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands, from 0: in which replica, in which of its branches."""
+    """The position of a rank on the outer axes, in indices from 0."""
 
-    replica: int
-    guidance: int
+    replica: int  # index of its replica
+    guidance: int  # index of its guidance branch in the replica
 
 
 @dataclass(frozen=True)
 class Axes:
-    """All ranks of a run, divided among replicas and guidance: branches[r][g] are the ranks of guidance branch g of
-    replica r, ascending. A mesh divides those of a branch into ring and ulysses, by their numbers within it."""
+    """The division of all ranks of a run among replicas and branches of guidance.
+
+    A mesh divides the ranks of one branch further into ring and Ulysses, by their indices within the branch.
+    """
 
     topology: Topology
+    # branches[r][g]: ranks of guidance branch g of replica r, ascending
     branches: tuple[tuple[tuple[int, ...], ...], ...]
 
     @classmethod
     def build(cls, topology: Topology, replica: int = 1, guidance: int = 1) -> Axes:
-        """Ranks are cut into replicas, these into branches. Raises UserError where a degree does not divide them."""
+        """Divide the ranks into replicas, and these into branches. Raise UserError if a degree does not divide them.
+
+        Args:
+            replica: number of replicas.
+            guidance: number of branches in a replica.
+        """
         replicas = cut(topology, tuple(range(topology.size)), replica, "replicas")
         return cls(topology, tuple(cut(topology, ranks, guidance, "guidance") for ranks in replicas))
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Return the position of a rank."""
         return next(
             Coordinates(r, g)
             for r, of_replica in enumerate(self.branches)
@@ -188,28 +223,81 @@ class Axes:
         )
 
     def replica(self, rank: int) -> tuple[int, ...]:
-        """The ranks of this rank's replica, ascending."""
+        """Return the ranks of this rank's replica, ascending."""
         return tuple(sorted(sum(self.branches[self.coordinates(rank).replica], ())))
 
     def branch(self, rank: int) -> tuple[int, ...]:
-        """The ranks of this rank's guidance branch, ascending."""
+        """Return the ranks of this rank's guidance branch, ascending."""
         at = self.coordinates(rank)
         return self.branches[at.replica][at.guidance]
 
     def partners(self, rank: int) -> tuple[int, ...]:
-        """The ranks with this rank's number in every branch of its replica, branch by branch."""
+        """Return the ranks with this rank's index in every branch of its replica, branch by branch."""
         number = self.branch(rank).index(rank)
         return tuple(branch[number] for branch in self.branches[self.coordinates(rank).replica])
 
 
+class Partition(NamedTuple):
+    """A division of the ranks. The ranks of a part share a sequence, in the mesh that the settings ask for."""
+
+    replicas: int = 1  # sets of ranks that make images of their own
+    guidance: int = 1  # parts of a replica, each of which computes one branch of classifier-free guidance
+
+    @property
+    def parts(self) -> int:
+        """The number of sets of ranks that share a sequence."""
+        return self.replicas * self.guidance
+
+
+def partitions_of(
+    ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
+) -> list[Partition]:
+    """Return every partition of the ranks, with ascending replicas. Raise UserError for given numbers that the ranks do
+    not allow.
+
+    Args:
+        ranks: number of ranks
+        guides: True if the run has two branches of guidance; without them `guidance` has no effect
+        replicas, guidance: given numbers; None to try all
+        least: least number of ranks that share a sequence
+    """
+    if replicas is not None:
+        check_divides("replicas", replicas, ranks)
+    branches = (1, 2) if guides else (1,)
+    if guides and guidance is not None:
+        branches = (guidance,)
+    found = [
+        Partition(sets, parts)
+        for sets in (divisors(ranks) if replicas is None else [replicas])
+        for parts in branches
+        if ranks // sets % parts == 0
+    ]
+    shared = [partition for partition in found if ranks // partition.parts >= least]
+    rest = f"{ranks // replicas} of a replica" if replicas is not None else f"{ranks}"
+    if not found:
+        raise UserError(f"guidance_parallel {guidance} does not divide the ranks ({rest}): choose 1 or auto")
+    if not shared:
+        raise UserError(
+            f"of the ranks ({rest}) {least} or more have to share an image, and fewer would with what is given: start "
+            f"more, or have fewer replicas or guidance_parallel 1"
+        )
+    return shared
+
+
 def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "parts") -> tuple[tuple[int, ...], ...]:
-    """Cuts ranks into equal parts, each ascending: into whole nodes where that goes, a node into its planes, or into
-    cards where a part is as small as these or planes do not fit. Of the two ways to cut a node, that one is taken whose
-    worst part has the fewest pairs of ranks on slow links. Raises UserError where `parts` does not divide the ranks."""
+    """Cut ranks into equal parts, each ascending, so that few pairs of a part are joined by slow links.
+
+    Parts are whole nodes where possible. A node is cut by planes or by cards: the way whose worst part has fewer pairs
+    on slow links. Raise UserError if `parts` does not divide the number of ranks.
+
+    Args:
+        name: the setting that the error names.
+    """
     size = len(ranks)
     check_divides(name, parts, size)
 
     def runs(near: Callable[[Place], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Return the parts of the ranks when they are sorted by `near`."""
         order = sorted(ranks, key=lambda rank: near(topology.places[rank]))
         return tuple(tuple(sorted(order[n : n + size // parts])) for n in range(0, size, size // parts))
 
@@ -219,7 +307,8 @@ def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "par
 
 
 def _slow_pairs(topology: Topology, ranks: tuple[int, ...]) -> tuple[int, int, int]:
-    """The pairs of ranks whose link is between nodes, across planes of a node, and within a plane of a node."""
+    """Count the pairs of ranks on each class of slow links: between nodes, across planes of a node, within a plane of a
+    node."""
     places = [topology.places[rank] for rank in ranks]
 
     def pairs(alike: Iterable[Hashable]) -> int:

@@ -1,6 +1,6 @@
-"""The physical links of a topology: which tiles they join, at what rate, and what they allow at best. Pure data.
+"""The physical links of a topology: the tiles they join, their rates, and a bound on all-to-alls. Pure data.
 
-Tiles of a card are joined to each other, and tiles of a plane on a node likewise; each tile has one NIC to the other
+Tiles of a card are joined to each other, and tiles of a plane on a node likewise. Each tile has one NIC to the other
 nodes, which it may share. Rates are those of the machine file, one direction, in GB/s (1e9 bytes).
 """
 
@@ -14,16 +14,16 @@ from cocodiff.config.machine import Topology
 
 
 class Wire(NamedTuple):
-    """A link between two ranks' tiles. kind: "sibling" or "plane"."""
+    """A link between two ranks' tiles."""
 
-    a: int
-    b: int
-    kind: str
-    gb_s: float
+    a: int  # one rank
+    b: int  # the other rank
+    kind: str  # "sibling" or "plane"
+    gb_s: float  # rate in one direction, GB/s
 
 
 def wires(topology: Topology) -> list[Wire]:
-    """Every link between tiles of a node, once."""
+    """Return every link between tiles of a node, once."""
     rates = {"sibling": topology.machine.links.sibling_gb_s, "plane": topology.machine.links.plane_gb_s}
     every = [pair for ranks in topology.on_node.values() for pair in combinations(ranks, 2)]
     pairs = [(a, b, topology.link_class(a, b)) for a, b in every]
@@ -31,8 +31,11 @@ def wires(topology: Topology) -> list[Wire]:
 
 
 def next_hops(topology: Topology, rank: int) -> dict[int, int]:
-    """For every other rank of the node that can be reached, the neighbour that a shortest way goes through first. Of
-    equal ways the one that crosses to the sibling first: the message leaves the card on the plane of its receiver."""
+    """Return, for every other reachable rank of the node, the neighbour that a shortest path goes through first.
+
+    Of equally short paths it takes the one that crosses to the sibling first: the message then leaves the card on the
+    plane of its receiver.
+    """
     neighbours: dict[int, list[tuple[bool, int]]] = defaultdict(list)
     for a, b, kind, _ in wires(topology):
         neighbours[a].append((kind != "sibling", b))  # siblings first
@@ -50,8 +53,10 @@ def next_hops(topology: Topology, rank: int) -> dict[int, int]:
 
 
 def alltoall_bound(topology: Topology, block_bytes: float) -> float | None:
-    """Seconds that an all-to-all with equal blocks takes at least: every cut's bytes over its links' rate, the largest.
-    The cuts are each tile, each card and each node. None where the ranks are joined by no links."""
+    """Return the least time, in seconds, of an all-to-all with equal blocks; None if no links join the ranks.
+
+    It is the largest quotient of bytes and rate over these cuts: each tile, each card and each node against the others.
+    """
     links, bounds = topology.machine.links, []
     joined = wires(topology)
     for here in map(set, topology.on_node.values()):

@@ -1,1 +1,1 @@
-"""The kinds of `cocodiff bench`, a module each; `common` is what they share."""
+"""The kinds of `cocodiff bench`, one module each; `common` has what they share."""

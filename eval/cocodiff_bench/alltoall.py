@@ -1,8 +1,8 @@
-"""`cocodiff bench alltoall`: one exchange of equal blocks by every variant in turn, against the links' bound.
+"""`cocodiff bench alltoall`: one exchange of equal blocks by every variant in turn, compared with the links' bound.
 
-Ours are the exchanges as the engine uses them, packing and putting in place included; the others get their buffers
-packed. A measurement is the slowest rank's. On an emulated machine (`cocodiff emulate`) traffic is real and times are
-so many times longer; the bound is scaled alike.
+Our exchanges are timed as the engine uses them, with packing and putting in place. The others get packed buffers. A
+measurement is the slowest rank's. On an emulated machine (`cocodiff emulate`) traffic is real and times are longer by
+the emulation's scale; so is the bound.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from cocodiff_bench.common import Row, SerialTransport, Values
 
 VARIANTS = ("flat", "flat_serial", "library", "mpi", "tapa", "split", "auto")
 LIBRARIES = ("gloo", "xccl", "ccl", "nccl")  # transports that have an all-to-all of their own
-TUNED = ("flat", "tapa", "split")
-HEAD_DIM = 128  # of fp32: a row of a block is 512 bytes, as two heads of 128 in bf16 (Qwen-Image on 12 ranks)
+TUNED = ("flat", "tapa", "split")  # variants that `--tune` chooses from
+HEAD_DIM = 128  # in fp32: a row of a block has 512 bytes, like two heads of 128 in bf16 (Qwen-Image on 12 ranks)
 ROW_BYTES = 4 * HEAD_DIM
 SIZES = [0.06, 0.25, 1.0, 3.0, 6.0, 12.0, 24.0, 48.0]
 ABOUT = (
@@ -59,19 +59,19 @@ OPTIONS = common.with_common_options(
 
 @dataclass(frozen=True)
 class Blocks:
-    """One exchange: this rank's tensor with a head for every rank, and the same numbers packed, a block a peer."""
+    """The data of one exchange on one rank."""
 
     layout: Layout
-    x_BLHD: Tensor
-    packed: Tensor
-    received: Tensor
+    x_BLHD: Tensor  # this rank's tensor, with one head for every rank
+    packed: Tensor  # the same numbers packed, [ranks, L, D]: one block for each peer
+    received: Tensor  # buffer for the received blocks, by sender
 
 
 def wanted(values: Values) -> list[str]:
-    """The variants to measure. Raises UserError for unknown ones and those that this launch does not allow."""
+    """Return the variants to measure. Raise UserError for unknown ones and those that this launch does not allow."""
     if values["tune"]:
         return list(TUNED)
-    remedies = {}  # of those that this launch does not allow
+    remedies = {}  # by variant that this launch does not allow
     if detect().kind != "mpi":
         remedies["mpi"] = "start the ranks with MPI: emulate --launcher mpiexec, or mpiexec"
     if values["transport"] not in LIBRARIES:
@@ -87,6 +87,7 @@ def wanted(values: Values) -> list[str]:
 
 
 def check(values: Values, ranks: int | None) -> None:
+    """Raise UserError for options that these ranks cannot measure."""
     check_counts(values, "repeats", "ranks")
     for size in values["sizes_mb"]:
         if not 0 < size < float("inf"):
@@ -102,15 +103,17 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def config_of(name: str, values: Values) -> Config:
+    """Return the engine's settings for one of our variants."""
     return common.engine_config(values, exchange=name, exchange_table=values["exchange_table"])
 
 
 def check_table(values: Values, topology: Topology) -> None:
-    """Raises UserError where `auto` has no table for the machine."""
+    """Raise UserError if `auto` has no table for the machine."""
     exchange_table(config_of("auto", values), topology)
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
+    """Measure all variants at all sizes, as one rank's part; rank 0 prints and writes the results."""
     topology = topology_of(values["machine"], transport.size)
     names = wanted(values)
     if "auto" in names and not values["variants"]:
@@ -122,13 +125,14 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
                 say(f"without auto: {error}")
     traces = {name: Trace(transport.rank) for name in names if name not in OTHERS}
     measured: list[Row] = []
-    built = {  # all ranks build the same ones in the same order: groups are made on the way
+    built = {  # all ranks build the same ones in the same order, because that makes groups
         name: OTHERS[name](transport)
         if name in OTHERS
         else exchange_variant(config_of(name, values), topology, transport, traces[name])
         for name in names
     }
-    together = transport.group(range(transport.size)).barrier  # messages of no size: all leave it within a millisecond
+    # A barrier with small messages, which all ranks leave within a millisecond.
+    together = transport.group(range(transport.size)).barrier
     for size in values["sizes_mb"]:
         blocks = random_blocks(size, transport)
         variants: dict[str, Callable[[], Tensor]] = {name: partial(built[name], blocks) for name in names}
@@ -150,7 +154,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def random_blocks(size_mb: float, transport: Any) -> Blocks:
-    """Blocks as near to size_mb / ranks as whole rows of 512 bytes allow, at least one row."""
+    """Return random blocks of about size_mb / ranks each, in whole rows of 512 bytes, at least one row."""
     ranks = transport.size
     L = max(1, round(size_mb * 1e6 / ranks / ROW_BYTES))
     layout = Layout((), (1,) * ranks).of_rows((L,) * ranks)
@@ -161,11 +165,11 @@ def random_blocks(size_mb: float, transport: Any) -> Blocks:
     return Blocks(layout, x_BLHD.to(device), packed.to(device), torch.empty_like(packed, device=device))
 
 
-Variant = Callable[[Blocks], Tensor]  # what arrived, [ranks, L, D] by sender
+Variant = Callable[[Blocks], Tensor]  # runs the exchange and returns what arrived, [ranks, L, D] by sender
 
 
 def exchange_variant(config: Config, topology: Topology, transport: Any, trace: Trace) -> Variant:
-    """This rank's end of the exchange by the settings, among all ranks."""
+    """Return a variant with the engine's exchange among all ranks."""
     table, kernels = exchange_table(config, topology), Kernels(config.kernels, trace.note_kernel)
     chunked, together = chunking(config, topology), TOGETHER[config.messages]
     exchange = Exchange(
@@ -180,6 +184,7 @@ def exchange_variant(config: Config, topology: Topology, transport: Any, trace: 
 
 
 def flat_serial(transport: Any) -> Variant:
+    """Return a variant that exchanges blocks with one peer at a time."""
     group = SerialTransport(transport).group(range(transport.size))
 
     def run(blocks: Blocks) -> Tensor:
@@ -192,6 +197,7 @@ def flat_serial(transport: Any) -> Variant:
 
 
 def mpi_alltoall(_transport: Any) -> Variant:
+    """Return a variant with MPI's own all-to-all."""
     from cocodiff.comm.mpi_start import initialised_mpi
 
     world = initialised_mpi().COMM_WORLD.Dup()
@@ -204,16 +210,17 @@ def mpi_alltoall(_transport: Any) -> Variant:
 
 
 def library_alltoall(blocks: Blocks) -> Tensor:
-    dist.all_to_all_single(blocks.received, blocks.packed)  # told no sizes, a library may take a faster way
+    """Exchange blocks by torch.distributed's own all-to-all."""
+    dist.all_to_all_single(blocks.received, blocks.packed)  # without sizes, so that a library may use a faster way
     return blocks.received
 
 
-Others = dict[str, Callable[[Any], Variant]]  # variants that are not ours
+Others = dict[str, Callable[[Any], Variant]]  # variants that are not ours, made by these functions of the transport
 OTHERS: Others = {"flat_serial": flat_serial, "library": lambda _: library_alltoall, "mpi": mpi_alltoall}
 
 
 def check_results(blocks: Blocks, variants: Mapping[str, Callable[[], Tensor]], rank: int) -> None:
-    """Raises RuntimeError where a variant brings other numbers than those that every sender has made for this rank."""
+    """Raise RuntimeError if a variant brings other numbers than every sender has generated for this rank."""
     senders = range(len(blocks.packed))
     of_sender = [torch.randn(blocks.packed.shape, generator=torch.Generator().manual_seed(s))[rank] for s in senders]
     expected = torch.stack(of_sender).to(blocks.packed.device)
@@ -228,7 +235,8 @@ def check_results(blocks: Blocks, variants: Mapping[str, Callable[[], Tensor]], 
 
 
 def bound_s(topology: Topology, block_bytes: int) -> float | None:
-    """Seconds at best, at the emulated scale; None for a machine file that says nothing of its links."""
+    """Return the least seconds that the links allow, at the emulation's scale; None if the machine file does not
+    describe links."""
     best = None if topology.machine.links == Links() else alltoall_bound(topology, block_bytes)
     return None if best is None else best * emulated().get("scale", 1.0)
 
@@ -240,13 +248,21 @@ def rows_of(
     of_tapa: Sequence[Span],
     best_s: float | None,
 ) -> list[Row]:
-    """The variants' rows, and the bound's own where there is one. of_tapa: TAPA's spans of all ranks."""
+    """Return the variants' rows, and a row of the bound if there is one.
+
+    Args:
+        size: MB of every rank.
+        slowest: measurements by variant.
+        sent: bytes by variant and class of link.
+        of_tapa: the spans of TAPA's trace on all ranks.
+        best_s: the bound; None if unknown.
+    """
     found = common.rows(f"{size:g}MB", slowest, sent, common.compared_with(slowest, "flat", "tapa"))
     for row in found:
         if row["variant"] == "tapa":
             for key, lane in (("phase1_s", "sibling"), ("phase2_s", "plane")):
                 lengths = [(span.end_ns - span.start_ns) / 1e9 for span in of_tapa if span.lane == lane]
-                row[key] = statistics.median(lengths) if lengths else None  # one card alone has no second phase
+                row[key] = statistics.median(lengths) if lengths else None  # on a single card there is no second phase
         row["efficiency"] = None if best_s is None else best_s / row["median_s"]
     if best_s is None:
         return found
@@ -256,13 +272,17 @@ def rows_of(
 
 
 def more_words(row: Row) -> list[str]:
+    """Return further words to print about a row."""
     words = [f"{row['efficiency']:.3f} of the bound"] if row["n"] and row["efficiency"] is not None else []
     phases = [(number, row.get(f"phase{number}_s")) for number in (1, 2)]
     return words + [f"phase {number} {seconds * 1e3:.2f} ms" for number, seconds in phases if seconds is not None]
 
 
 def tuned_rows(measured: Sequence[Row]) -> list[tuple[float | None, str]]:
-    """The fastest exchange of every size; limits lie in the geometric middle between sizes, the last row has none."""
+    """Return (limit in MB, fastest exchange) by ascending size.
+
+    A limit is the geometric mean of two neighbouring sizes; the last row has None.
+    """
     fastest: dict[float, str] = {}
     for case in dict.fromkeys(row["case"] for row in measured):
         of_case = [row for row in measured if row["case"] == case and row["variant"] in TUNED]
@@ -276,6 +296,7 @@ def tuned_rows(measured: Sequence[Row]) -> list[tuple[float | None, str]]:
 
 
 def write_table(topology: Topology, measured: Sequence[Row], path: Path) -> None:
+    """Write the table of the fastest exchanges as exchange.yaml."""
     import yaml
 
     rows_ = [list(row) for row in tuned_rows(measured)]

@@ -1,10 +1,11 @@
-"""`cocodiff bench attention`: one attention call alone, without a model.
+"""`cocodiff bench attention`: one attention call, without a model.
 
-In one process: the whole matrix of scores (naive), keys in blocks whose parts are merged (blocks), torch's own fused
-kernel (torch), and what memory gives at best (triad: STREAM's a = b + s c). On several ranks that have a part of the
-tokens each: Ulysses, and rings in which keys, queries (token) or both (streaming) travel; and where one query alone is
-asked (a decoder's next token), parts of the own keys that all ranks merge (distributed streaming attention, section
-3.3). Inside `cocodiff emulate` arithmetic may be waited for, as long as the machine file's device would take.
+The ways in one process are: the whole matrix of scores (naive), keys in blocks whose parts are merged (blocks), torch's
+own fused kernel (torch), and the bound that memory sets (triad: STREAM's a = b + s c). On several ranks, which have a
+part of the tokens each: Ulysses, and rings in which keys, queries (token) or both (streaming) are sent. With a single
+query (a decoder's next token), each rank attends to its own keys and all ranks merge the parts (distributed streaming
+attention, section 3.3). Inside `cocodiff emulate`, arithmetic may be replaced by waits as long as the machine file's
+device would take.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from cocodiff_bench.random_models import DTYPES
 from cocodiff_bench.stand_in import Clock, RooflineAttention
 
 ALONE = ("naive", "blocks", "torch", "triad")
-SHARED: dict[str, dict[str, Any]] = {  # and what the settings of each are beside the machine's
+SHARED: dict[str, dict[str, Any]] = {  # ways of several ranks, with the settings of each besides the machine's
     **{name: {"exchange": name} for name in ("flat", "tapa", "split")},
     **{name: {"ring_kind": name} for name in ("keys", "token", "streaming")},
     "torch_ring": {},  # torch's own: torch.distributed.tensor.experimental
     "merged": {},
 }
-STATUS = Path("/proc/self")
+STATUS = Path("/proc/self")  # where Linux reports this process's memory
 TRIAD_NUMBERS = 1 << 24  # 64 MiB a tensor: more than caches hold
 ABOUT = "Times one attention call alone, in one process by several ways, or shared by ranks."
 OPTIONS = common.with_common_options(
@@ -64,15 +65,16 @@ OPTIONS = common.with_common_options(
 
 
 class Call(NamedTuple):
-    """This rank's tokens of one call. q_BLHD has one row where one query is asked: the same on all ranks."""
+    """The tensors of one rank in one attention call."""
 
-    tokens: int
-    q_BLHD: Tensor
+    tokens: int  # number of all ranks' tokens
+    q_BLHD: Tensor  # this rank's queries; with a single query one row that is the same on all ranks
     k_BLHD: Tensor
     v_BLHD: Tensor
 
     @classmethod
     def random(cls, tokens: int, values: Values, rank: int, topology: Topology) -> Call:
+        """Return random tensors for this rank."""
         own = Segment("tokens", tokens).shares(topology)[rank]
 
         def numbers(seed: int, rows: int) -> Tensor:
@@ -84,12 +86,13 @@ class Call(NamedTuple):
 
     @property
     def about(self) -> str:
+        """The case in words."""
         _, L, H, D = self.q_BLHD.shape
         return f"{self.tokens} tokens, {H} head{'s'[: H > 1]} of {D}" + (", one query" if L == 1 else "")
 
 
 def ways_of(values: Values, ranks: int) -> list[str]:
-    """Raises UserError for ways of several ranks on one, and the reverse."""
+    """Return the ways to measure. Raise UserError for ways of several ranks on one rank, and the reverse."""
     possible = list(ALONE) if ranks == 1 else ["merged"] if values["one_query"] else [*SHARED][:-1]
     chosen: list[str] = values["ways"] or possible
     for name in chosen:
@@ -100,6 +103,7 @@ def ways_of(values: Values, ranks: int) -> list[str]:
 
 
 def check(values: Values, ranks: int | None) -> None:
+    """Raise UserError for options that these ranks cannot measure."""
     check_counts(values, "heads", "head_dim", "repeats", "ranks")
     for name in ("tokens", "block", "threads"):
         for number in values[name]:
@@ -114,6 +118,7 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
+    """Measure all ways at all numbers of tokens, as one rank's part; rank 0 prints and writes the results."""
     alone, measured = transport.size == 1, list[Row]()
     ways, topology = ways_of(values, transport.size), topology_of(values["machine"], transport.size)
     for tokens in values["tokens"]:
@@ -136,7 +141,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name and call of a way, with every number of threads and every size of blocks."""
+    """Yield the name and call of a way for every number of threads and every size of blocks."""
     runs: dict[str, Callable[[], Any]] = {}
     if way == "triad":
         a, b, c = (torch.ones(TRIAD_NUMBERS) for _ in range(3))
@@ -152,7 +157,10 @@ def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, 
 
 
 def with_threads(threads: int, run: Callable[[], Any]) -> Any:
-    """Leaves as many as there were: ranks that are forked later must not find more than one at work."""
+    """Run with a number of threads and restore the number before.
+
+    Ranks that are forked later must find no more than one thread running.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -162,7 +170,7 @@ def with_threads(threads: int, run: Callable[[], Any]) -> Any:
 
 
 def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
-    """The matrix of all scores, its softmax in place, and the product with the values."""
+    """Attend with the matrix of all scores, its softmax in place, and the product with the values."""
     q_BHLD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BLHD, k_BSHD, v_BSHD))
     scores_BHLS = q_BHLD @ k_BHSD.transpose(2, 3)
     scores_BHLS *= q_BHLD.shape[-1] ** -0.5
@@ -172,21 +180,23 @@ def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
 
 
 def in_blocks(size: int, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
-    """All queries against some keys at a time, merged as rings merge their parts."""
+    """Attend to `size` keys at a time, and merge the parts as rings do."""
     pairs = zip(k_BSHD.split(size, 1), v_BSHD.split(size, 1), strict=True)
     parts = (partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
     return all_merged(Kernels(), parts).out_BLHD.to(q_BLHD.dtype)
 
 
 def peak_of(run: Callable[[], Any]) -> int | None:
-    """Bytes by which a call lets this process grow at the most; None where the system does not tell (Linux does)."""
+    """Return the most bytes by which a call makes this process grow; None if the system does not report it (Linux
+    does)."""
 
     def resident(name: str) -> int:
+        """Return an entry of the process's status in bytes."""
         lines = (STATUS / "status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
     try:
-        (STATUS / "clear_refs").write_text("5")  # the peak is what is there now
+        (STATUS / "clear_refs").write_text("5")  # resets the peak to the current value
         before = resident("VmRSS")
     except OSError:
         return None
@@ -200,7 +210,7 @@ def peak_of(run: Callable[[], Any]) -> int | None:
 def shared_variants(
     call: Call, values: Values, topology: Topology, transport: Any, traces: Mapping[str, Trace]
 ) -> dict[str, Callable[[], Any]]:
-    """One for each trace. All ranks build the same ones in the same order: groups are made on the way."""
+    """Return a variant for each trace. All ranks build the same ones in the same order, because that makes groups."""
     found = {}
     for way, trace in traces.items():
         make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))
@@ -209,7 +219,7 @@ def shared_variants(
 
 
 def strategy_of(way: str, call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
-    """Attention as the engine has it in a model."""
+    """Return a call of attention as the engine has it in a model."""
     _, _, H, D = call.q_BLHD.shape
     segments = (Segment("tokens", call.tokens),)
     own = SHARED[way] | ({"ring": transport.size} if "ring_kind" in SHARED[way] else {})
@@ -222,7 +232,7 @@ def strategy_of(way: str, call: Call, values: Values, topology: Topology, transp
 
 
 def local_of(values: Values, topology: Topology) -> Any:
-    """What computes: this host, or waits."""
+    """Return the attention on one rank: computed by this host, or replaced by waits."""
     if not values["waits"]:
         return LocalAttention()
     clock = Clock(topology.machine.device)
@@ -231,12 +241,13 @@ def local_of(values: Values, topology: Topology) -> Any:
 
 
 def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _trace: Trace) -> Callable[[], Tensor]:
-    """torch's ring attention with the kernel that ours has; which bytes it sends is not counted."""
+    """Return a call of torch's ring attention with the kernel that ours uses. The bytes that it sends are not
+    counted."""
     import torch.distributed as dist
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
-    theirs._cp_options.enable_load_balance = False  # of causal attention
-    theirs.set_rotate_method("alltoall")  # keys and values go round; its default gathers them all
+    theirs._cp_options.enable_load_balance = False  # it balances causal attention
+    theirs.set_rotate_method("alltoall")  # keys and values are passed around; the default gathers them all
     local, world = local_of(values, topology), dist.new_group(range(transport.size), backend="gloo")
     q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2) for x in call[1:])
 
@@ -252,8 +263,11 @@ def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _
 
 
 def merging(call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Callable[[], Tensor]:
-    """One query's attention to this rank's keys, sent to all others in one message each and merged in rank order: what
-    the paper's three all-reduces of maximum, sum and output give."""
+    """Return a call in which a single query attends to each rank's keys, and all ranks merge the parts in rank order.
+
+    Each rank sends its part to all others in one message each. The result is that of the paper's three all-reduces of
+    maximum, sum and output.
+    """
     local, group = local_of(values, topology), transport.group(range(transport.size))
     D = call.q_BLHD.shape[-1]
     others = [rank for rank in range(transport.size) if rank != transport.rank]
@@ -277,7 +291,14 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
 def rows_of(
     call: Call, seconds: dict[str, list[float]], sent: Any, results: dict[str, Any], peaks: dict[str, int | None]
 ) -> list[Row]:
-    """results: what each way has given, compared with the first one's; none where arithmetic was waited for."""
+    """Return the rows of one call, and print them.
+
+    Args:
+        seconds: measurements by way.
+        sent: bytes by way and class of link.
+        results: output of each way, which is compared with the first one's; empty if arithmetic was replaced by waits.
+        peaks: results of `peak_of` by way.
+    """
     first = next((name for name in seconds if not name.startswith("triad")), "")
     found = common.rows(call.about, seconds, sent, common.compared_with(seconds, first))
     for row in found:
@@ -292,6 +313,7 @@ def rows_of(
 
 
 def more_words(row: Row) -> list[str]:
+    """Return further words to print about a row."""
     words = [f"{row['gb_s']:.2f} GB/s"] if "gb_s" in row else []
     if row.get("peak_bytes") is not None:
         words.append(f"{row['peak_bytes'] / 1e6:.0f} MB more")

@@ -1,11 +1,11 @@
-"""`cocodiff bench`: paired, interleaved measurements in one run; medians, and the ratio to the baseline beside them.
+"""`cocodiff bench`: paired, interleaved measurements in one run, as medians with the ratio to the baseline.
 
 A kind of benchmark is a module that has
 
-    ABOUT, OPTIONS
-    check(values, ranks)                raises UserError for what so many ranks cannot measure (None: not known yet)
-    measure(values, output, transport)  one rank's part
-    import_before_fork(values)          imports what all ranks need where they are forked from; without it the engine
+    ABOUT, OPTIONS;
+    check(values, ranks): raises UserError for what this number of ranks cannot measure (None: not known yet);
+    measure(values, output, transport): one rank's part;
+    import_before_fork(values): imports what all ranks need, before they are forked; by default the engine.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ KINDS = {
 
 
 def module_of(words: Sequence[str]) -> str:
-    """The module of a benchmark: `bench step` has two, for a pipeline and for the shape of a model alone, where
-    `--model` has a name in configs/models or a file like those."""
+    """Return the name of a benchmark's module.
+
+    `bench step` has two: for a pipeline, and for the shape of a model only, if `--model` is a name in configs/models or
+    a file like those.
+    """
     given = [b for a, b in pairwise(words) if a == "--model"]
     given += [word.partition("=")[2] for word in words if word.startswith("--model=")]
     of_shape = any(name in shipped_names("models") or name.endswith(".yaml") for name in given)
@@ -45,6 +48,7 @@ def module_of(words: Sequence[str]) -> str:
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run `cocodiff bench` with the words after it. Return the exit code."""
     if not words or words[0] in ("-h", "--help"):
         kinds = [f"  {kind:<10} {about}" for kind, about in KINDS.items()]
         say("\n".join(["usage: cocodiff bench KIND [--help] [options]", "", *kinds]))
@@ -68,12 +72,16 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def import_engine(_values: Values) -> None:
+    """Import the engine."""
     import_module("cocodiff.engine.engine")
 
 
 def run(benchmark: Any, values: Values, output: OutputFolder, transport: Any) -> None:
-    """One rank's part; returns when rank 0 has written the results. Where these ranks cannot measure it, such as what
-    does not fit a tile, rank 0 writes the reason to a file: a launcher may change the exit code."""
+    """Run one rank's part. Return when rank 0 has written the results.
+
+    If these ranks cannot measure it, for example because it does not fit a tile, rank 0 writes the reason to a file: a
+    launcher may change the exit code.
+    """
     try:
         benchmark.measure(values, output, transport)
     except UserError as error:

@@ -1,12 +1,12 @@
-"""Scaffolding of all benchmarks: measuring variants in turns, the rows of `bench.json`, and printing them.
+"""The scaffolding of all benchmarks: measuring variants in turn, the rows of `bench.json`, and printing them.
 
 `bench.json` is {"schema": 1, "rows": [...]}, a row for each variant:
 
-    case, variant            what was measured, and in which mode
-    median_s, p10_s, p90_s   seconds of one unit of the benchmark (a step, an attention call), rank 0's clock
-    n                        measurements
-    bytes                    per link class, of one unit, all ranks together; null where nothing is exchanged
-    ratio_vs_X               median of the paired ratios to X, one for each round; null where X was not measured
+    case, variant            what was measured, and in which mode;
+    median_s, p10_s, p90_s   seconds of one unit of the benchmark (a step, an attention call), by rank 0's clock;
+    n                        number of measurements;
+    bytes                    of one unit, by class of link, all ranks together; null if nothing is exchanged;
+    ratio_vs_X               median of the paired ratios to X, one for each round; null if X was not measured.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ OUTPUT_OPTIONS = (
 TRANSPORT = Option(
     "transport", "how ranks talk", "gloo", choices=("gloo", "host", "mpi", "mpi-rma", "xccl", "ccl", "nccl")
 )
+# Settings that presets set and benchmarks have flags for.
 OF_PRESETS = ("exchange", "exchange_table", "order", "chunks", "vae")
 
 
@@ -45,18 +46,20 @@ OF_PRESETS = ("exchange", "exchange_table", "order", "chunks", "vae")
 
 
 def with_common_options(*own: Option) -> tuple[Option, ...]:
-    """A benchmark's options and those of all runs, save where the benchmark has its own of that name."""
+    """Return a benchmark's options and those of all runs, except where the benchmark has its own of that name."""
     return beside(own, (*OUTPUT_OPTIONS, *RUN_OPTIONS))
 
 
 def of_benchmarks(setting: Option) -> bool:
-    """Whether benchmarks have a flag for a setting of the engine where they have no option of that name."""
+    """Return True if benchmarks have a flag for a setting of the engine, unless they have an option of that name."""
     return setting.given == "machine" or setting.name in OF_PRESETS
 
 
 def engine_config(values: Values, preset: str | None = None, **own: Any) -> Config:
-    """A variant's settings: its own, over a preset's where it has one and those of the machine, which all share.
-    Raises UserError for values that do not fit."""
+    """Return the settings of a variant: its own, over those of a preset if it has one, over those of the machine.
+
+    Raise UserError for values that do not fit.
+    """
     record = engine_record()
     of_machine = [name for name, one in settings_of(record).items() if one.given == "machine"]
     shared = {name: values[name] for name in of_machine if name in values}
@@ -64,7 +67,7 @@ def engine_config(values: Values, preset: str | None = None, **own: Any) -> Conf
 
 
 def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:
-    """Variants that are to be compiled, each beside one that is not."""
+    """Return all variants without compiling, and those that are to be compiled also as "NAME compiled"."""
     plain = {name: config.with_(compile=False) for name, config in configs.items()}
     return plain | {f"{name} compiled": config for name, config in configs.items() if config.compile}
 
@@ -73,7 +76,7 @@ def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:
 
 
 def meet(transport: Any) -> None:
-    """Returns when all ranks are here."""
+    """Block until all ranks have called this."""
     transport.values_of_all(None)
 
 
@@ -88,17 +91,23 @@ def measure_in_turns(
     begin: Mapping[str, Callable[[], Any]] | None = None,
     traces: Iterable[Trace] = (),
 ) -> dict[str, list[float]]:
-    """Seconds per unit of each variant, by this rank's clock: one round to warm up, then `--repeats` rounds. Every
-    round runs all variants, each in another order (the same on all ranks), so that drift of the machine and what a
-    variant leaves behind fall on all alike.
+    """Return the seconds per unit of each variant, by this rank's clock.
 
-    title: of rank 0's progress bar. units: of which a variant's call has so many. barrier: brings the ranks together
-    before each call, instead of `meet`. begin: by variant, what is called before that. traces: are cleared after the
-    warm-up, so that they hold the measured rounds.
+    There is one round to warm up, then `--repeats` rounds. Every round runs all variants, each round in another order
+    (the same on all ranks). So drift of the machine and after-effects of a variant affect all variants equally.
+
+    Args:
+        title: of rank 0's progress bar.
+        variants: the functions to time, by name.
+        units: number of units in one call of a variant.
+        barrier: brings the ranks together before each call, instead of `meet`.
+        begin: by variant, a function to call before that.
+        traces: are cleared after the warm-up, so that they hold the measured rounds.
     """
     import torch
 
     def one_round(seed: int) -> dict[str, float]:
+        """Time every variant once, in an order that follows from `seed`."""
         found = {}
         for name in random.Random(seed).sample(list(variants), len(variants)):
             if begin and name in begin:
@@ -127,8 +136,15 @@ def measure_slowest(
     traces: Mapping[str, Trace],
     barrier: Callable[[], Any] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, int]]]:
-    """As `measure_in_turns`, by the clock of the slowest rank; and the bytes that all ranks together sent in a mean
-    call, by link class. traces: by variant. Rank 0's answer is whole."""
+    """Return the seconds of each variant by the clock of the slowest rank, and the bytes that all ranks sent in a mean
+    call.
+
+    Bytes are by variant and class of link. All ranks call this; only rank 0's results are complete. See
+    `measure_in_turns`.
+
+    Args:
+        traces: by variant.
+    """
     seconds = measure_in_turns(title, variants, values, transport, barrier=barrier, traces=traces.values())
     slowest = of_slowest_rank(seconds, transport)
     own = {name: trace.bytes() for name, trace in traces.items()}
@@ -138,7 +154,7 @@ def measure_slowest(
 
 
 def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[str, list[float]]:
-    """Each measurement as that of the rank for which it took longest. All ranks call it; rank 0's answer is whole."""
+    """Return each measurement as the longest of any rank. All ranks call this; only rank 0's result is complete."""
     of_ranks = transport.gather_object(seconds) or [seconds]
     return {name: [max(turn) for turn in zip(*(one[name] for one in of_ranks), strict=True)] for name in seconds}
 
@@ -152,9 +168,17 @@ def rows(
     sent: Mapping[str, Mapping[str, int]],
     references: Mapping[str, Mapping[str, str]],
 ) -> list[Row]:
-    """Rows of bench.json. references: for each variant, what it is compared with: X of ratio_vs_X -> a variant."""
+    """Return the rows of bench.json.
+
+    Args:
+        case: what was measured.
+        seconds: measurements by variant.
+        sent: bytes by variant and class of link.
+        references: for each variant, the variants that it is compared with, by the X of ratio_vs_X.
+    """
 
     def ratio(name: str, to: str) -> float | None:
+        """Return the median of the paired ratios of two variants."""
         if to not in seconds:
             return None
         return statistics.median(a / b for a, b in zip(seconds[name], seconds[to], strict=True))
@@ -169,14 +193,20 @@ def rows(
 
 
 def compared_with(names: Sequence[str] | Mapping[str, Any], *others: str) -> dict[str, dict[str, str]]:
-    """`references` of `rows` where all variants are compared with the same ones."""
+    """Return `references` for `rows` in which all variants are compared with the same ones."""
     return {name: {other.replace(" ", "_"): other for other in others} for name in names}
 
 
 def say_rows(
     measured: Sequence[Row], unit: str = "", more: Callable[[Row], Sequence[str]] = lambda row: (), title: str = ""
 ) -> None:
-    """Prints one case: a line for each row. more: further words about a row, after its ratios."""
+    """Print one case: a line for each row.
+
+    Args:
+        unit: word behind the milliseconds.
+        more: returns further words about a row, which follow its ratios.
+        title: first line; by default the case.
+    """
     say(title or measured[0]["case"])
     table = []
     for row in measured:
@@ -190,6 +220,7 @@ def say_rows(
 
 
 def _ms(seconds: float) -> str:
+    """Format seconds as milliseconds."""
     return f"{seconds * 1e3:.{2 if seconds >= 0.01 else 3}f}"
 
 
@@ -199,7 +230,11 @@ def publish(
     measured: Sequence[Row],
     files: Mapping[str, Callable[[Path], Any]] | None = None,
 ) -> None:
-    """Writes bench.json, the settings that repeat the run, and further `files` (name -> what writes it); says where."""
+    """Write bench.json, the settings that repeat the run, and further `files`, and print where they are.
+
+    Args:
+        files: by name, a function that writes to the given path.
+    """
     folder = output.open()
     write_document(folder, "bench.json", {"schema": 1, "rows": measured}, values)
     for name, write in (files or {}).items():
@@ -209,6 +244,9 @@ def publish(
 
 
 class SerialGroup:
+    """A group that serves one peer at a time. At step s a rank sends to the rank s further on and receives from the one
+    s before."""
+
     receives_ahead = False  # a call lists all its peers, so that they can take turns
 
     def __init__(self, group: Any) -> None:
@@ -230,8 +268,7 @@ class SerialGroup:
 
 
 class SerialTransport:
-    """A transport whose groups serve one peer at a time: at step s they send to the rank s further on and receive from
-    the rank s before."""
+    """A transport whose groups serve one peer at a time."""
 
     group_of: Any = SerialGroup
 

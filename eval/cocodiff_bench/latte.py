@@ -1,6 +1,9 @@
-"""`cocodiff bench latte`: one step of a random Latte, whose ranks share it by Ulysses (ranks have some places of all
-frames, and exchange q, k, v and the output of spatial attention), by transposes of hidden states, and by these in
-slices: with nothing, half or all of a transpose sent while the block before it computes."""
+"""`cocodiff bench latte`: one step of a random Latte that ranks share in several ways.
+
+With Ulysses, ranks have some places of all frames, and exchange q, k, v and the output of spatial attention. With
+transposes, they exchange hidden states. In slices, no part, half or all of a transpose is sent while the block before
+it computes.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,9 @@ from cocodiff.models.plan import Cut, Gather, Plan, as_given
 from cocodiff_bench import common
 from cocodiff_bench.common import Values
 
-TEXT = 16  # tokens
-SLICED = {"sliced": 0.5, "received in slices": 0.0, "sent in slices": 1.0}  # and `LatteAdapter.early`
+TEXT = 16  # number of text tokens
+# Ways in slices, with their `LatteAdapter.early`.
+SLICED = {"sliced": 0.5, "received in slices": 0.0, "sent in slices": 1.0}
 WAYS = ("ulysses", "transposed", *SLICED)
 ABOUT = "Times one step of a random Latte: Ulysses, transposes of hidden states, and these in slices."
 OPTIONS = common.with_common_options(
@@ -47,6 +51,7 @@ OPTIONS = common.with_common_options(
 
 
 def check(values: Values, ranks: int | None) -> None:
+    """Raise UserError for options that these ranks cannot measure."""
     check_counts(values, "slices", "frames", "side", "layers", "heads", "head_dim", "repeats", "ranks")
     if not 0 <= values["waits"] < float("inf"):
         raise UserError(f"--waits {values['waits']}: give 0 or more")
@@ -58,8 +63,11 @@ TOKENS: Plan = {"transformer_blocks.0": {"hidden_states": Cut(tokens=PLACES)}, "
 
 
 class UlyssesLatte(LatteAdapter):
-    """Latte with the attention of other families: ranks have some places of all frames, which is all that temporal
-    blocks need, and exchange places for heads where a spatial block attends."""
+    """The adapter of Latte that uses the attention of other families.
+
+    Ranks have some places of all frames, which is all that temporal blocks need. They exchange places for heads where a
+    spatial block attends.
+    """
 
     plan = TOKENS
 
@@ -73,6 +81,7 @@ class UlyssesLatte(LatteAdapter):
         undo.callback(Adapter.attach(self, model, host, kernels))
 
         def cut_timesteps(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            """Give a block the timesteps of this rank's places only."""
             bound = signature_of(block).bind(*args, **kwargs)  # [videos * places, C]
             of_places = bound.arguments["timestep"].unflatten(0, (-1, sum(host.sequence.shares(PLACES))))
             bound.arguments["timestep"] = host.sequence.cut(PLACES, of_places).flatten(0, 1)
@@ -84,7 +93,8 @@ class UlyssesLatte(LatteAdapter):
 
 
 class SpatialProcessor(AttentionProcessor):
-    """Exchanges in spatial attention; attention to the text, and between frames, needs no other rank."""
+    """The attention of Latte's blocks: spatial attention exchanges tokens for heads. Attention to the text, and between
+    frames, needs no other rank."""
 
     def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **more: Any) -> Any:
         if encoder_hidden_states is not None or self._layer.startswith("temporal"):
@@ -99,6 +109,7 @@ class SpatialProcessor(AttentionProcessor):
 
 
 def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
+    """Return an engine with a copy of the model, which ranks share in one of `WAYS`."""
     engine = Engine(twin(model), config, transport)
     if way == "ulysses":
         engine.adapter = UlyssesLatte()
@@ -109,7 +120,7 @@ def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Every variant on its own copy of the model, compared with the first one, then timed in turn."""
+    """Measure every variant on its own copy of the model, and compare its output with the first one's."""
     model, call = random_latte(values)
     if values["waits"]:
         wait_in_linear_layers(model, values["waits"] * transport.size / (values["frames"] * values["side"] ** 2))
@@ -135,7 +146,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def random_latte(values: Values) -> tuple[Any, dict[str, Any]]:
-    """A model in float32 and a call's arguments, the same on every rank."""
+    """Return a model in float32 and the arguments of a call, the same on every rank."""
     from diffusers import LatteTransformer3DModel
 
     torch.manual_seed(0)
@@ -151,10 +162,18 @@ def random_latte(values: Values) -> tuple[Any, dict[str, Any]]:
 
 
 def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
-    """Ranks on one host share its cores, and compute while others' messages travel, sliced or not. On a machine each
-    has its own: there a layer takes as long as its rows need, whatever others do."""
+    """Replace the linear layers of a model's blocks by waits.
+
+    Ranks on one host share its cores, so a rank computes while others' messages are in flight, with slices or without.
+    On a real machine each has its own cores: there a layer takes as long as its rows need, regardless of the others.
+
+    Args:
+        seconds_of_token: seconds of all linear layers for one token.
+    """
 
     class Waiting(torch.nn.Module):
+        """A wait in place of a linear layer."""
+
         def __init__(self, of: torch.nn.Linear, seconds_of_row: float) -> None:
             super().__init__()
             self.width, self.seconds_of_row = of.out_features, seconds_of_row

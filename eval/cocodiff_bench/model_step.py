@@ -1,17 +1,18 @@
 """`cocodiff bench step --model NAME`: a denoising step of a large model's shape, by every exchange in turn.
 
-On a machine of its own a random transformer of that shape makes whole runs (`step.measure_shape`). All else here is for
-emulated machines: messages are real and of full size; what computes is a wait, as long as a roofline of the machine
-file's device says, drawn out like the links (`cocodiff emulate --scale`). One layer is measured, a step is all of them
-in both branches; V-Major is measured at three fractions of stable tokens and averaged over its schedule. Where calls do
-not wait for all that they send, some layers follow one another in several calls of a model, for every set of tensors
-that a recorded run displaces together, and are averaged over its steps, the first one included. Times are those of the
-real machine: what was measured, divided by the scale.
+On a real machine a random transformer of that shape makes whole runs (`step.measure_shape`). Everything else here is
+for emulated machines. Messages are real and of full size. Computation is replaced by a wait, as long as a roofline of
+the machine file's device says, multiplied like the times of links (`cocodiff emulate --scale`). One layer is measured,
+and a step is all layers in both branches. V-Major is measured at three fractions of stable tokens and averaged over its
+schedule. For displaced calls, several layers run in several calls of a model. They are measured for every set of
+tensors that a recorded run displaces together, and averaged over its steps, the first one included. Reported times are
+those of the real machine: the measured ones divided by the scale.
 
-With guidance in two parts of the ranks, each part runs a layer of its own branch, and the parts' exchange of outputs,
-measured on its own, is added once a step.
+With guidance in two parts of the ranks, each part runs a layer of its own branch. The exchange of outputs between the
+parts is measured separately and added once a step.
 
-A link efficiency e says that links reach e of their nominal rate: waits are e times as long, times divided by less.
+A link efficiency e says that links reach e of their nominal rate. Then waits are multiplied by scale times e, and
+measured times are divided by scale times e.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ from cocodiff_bench.random_models import OF_FAMILIES
 from cocodiff_bench.stand_in import Clock, Late, StandIn
 from cocodiff_bench.step import measure_shape
 
-# CoCoDiff's Figure 11 at 48 MB per rank, one node: oneCCL, and TAPA's two phases. And what nominal links would take,
-# one peer at a time and in two phases, by a max-min-fair fluid model.
+# Seconds in CoCoDiff's Figure 11 at 48 MB per rank on one node: oneCCL, and TAPA's two phases. And those of nominal
+# links, one peer at a time and in two phases, by a max-min-fair fluid model.
 FIGURE_11_S, NOMINAL_S = (25.5e-3, 0.4e-3 + 6.0e-3), (2.93e-3, 0.663e-3)
 FITTED = round(math.exp(statistics.mean(math.log(n / f) for n, f in zip(NOMINAL_S, FIGURE_11_S, strict=True))), 3)
-OUTPUTS = "exchange of outputs"
+OUTPUTS = "exchange of outputs"  # key of this measurement
 STABLE = (WHOLE, CallKind(stable=0.5), CallKind(stable=1.0))  # calls of V-Major that are measured
 EXCHANGES, CODECS = ("flat", "tapa", "split"), ("lossless", "int8", "int4", "int2")
 ARRIVALS = {"ahead": "adaptive", "displaced": "displaced"}
-SHARING = ("card", "node")  # whose tiles share the weights of a block
+SHARING = ("card", "node")  # the tiles that share the weights of a block
 # The settings that the words of a variant's name stand for. The library's own all-to-all is the paper's flat baseline.
-# In two parts of the ranks each computes a guidance branch. Rings are of as many ranks as --ring says.
+# With guidance each of two parts of the ranks computes a branch. Rings have the number of ranks of --ring.
 WORDS: dict[str, dict[str, Any]] = {
     **{name: {"exchange": name} for name in EXCHANGES},
     "flat_serial": {},
@@ -78,23 +79,24 @@ WORDS: dict[str, dict[str, Any]] = {
     **{of: {"weights": of} for of in SHARING},
 }
 VARIANTS = ("flat_serial", "flat", "tapa", "tapa v_first", "cocodiff", "split", "split v_first", "split v_major")
-MORE_VARIANTS = (  # beside those that are measured where none are named
+MORE_VARIANTS = (  # variants that are not measured by default
     *("library", "library tapa", "flat chunks", "split chunks"),
     *("guidance flat", "guidance flat v_first", "guidance split", "guidance split v_first"),
     *("guidance flat chunks", "guidance split chunks", "ring", "token ring", "streaming"),
 )
-LARGEST_BATCH = 32  # the CoCoDiff paper's
+LARGEST_BATCH = 32  # that of the CoCoDiff paper
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Of a variant; of words that say the same, the first one counts."""
+    """Return the settings of a variant. If two words set the same one, the first word counts."""
     found = {"exchange": "flat"}
     for word in reversed(name.split()):
         found |= WORDS[word]
     return found
 
 
-# What sends tensors whole also with a codec's name behind it, then an arrival's; all with whose tiles share weights.
+# Variants that send tensors as they are may be followed by a codec, and then by a kind of arrival. All may be followed
+# by the tiles that share weights.
 ALL_VARIANTS = {
     " ".join(filter(None, (name, codec, late))): settings_of(f"{name} {codec} {late}")
     for name, codec, late in product((*VARIANTS, *MORE_VARIANTS), ("", *CODECS), ("", *ARRIVALS, *SHARING))
@@ -131,6 +133,7 @@ OPTIONS = common.with_common_options(
 
 
 def check(values: Values, ranks: int | None) -> None:
+    """Raise UserError for options that these ranks cannot measure. Replace `variants` by their full names."""
     check_counts(values, "steps", "repeats", "ranks", "ring", *(["batch"] if values["batch"] else []))
     spelled = {name.replace(" ", "_"): name for name in ALL_VARIANTS}
     values["variants"] = [spelled.get(name.replace(" ", "_"), name) for name in values["variants"] or USUAL_VARIANTS]
@@ -161,7 +164,7 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def check_shape(values: Values, shape: ModelShape) -> None:
-    """Raises UserError for what a random transformer cannot show."""
+    """Raise UserError for what a random transformer cannot measure."""
     check_choice(f"family of model {values['model']}", family_of_shape(values["model"]) or "none", OF_FAMILIES)
     if len(values["size"]) > 1:
         raise UserError(f"--size {' '.join(map(str, values['size']))}: one at a time where nothing is emulated")
@@ -171,7 +174,7 @@ def check_shape(values: Values, shape: ModelShape) -> None:
 
 
 def check_room(shape: ModelShape, transport: Any) -> None:
-    """Raises UserError where a random model of the shape is too large for this rank."""
+    """Raise UserError if a random model of the shape is too large for this rank."""
     need = shape.parameters * (4 if transport.device.type == "cpu" else 2)
     free = free_memory(transport.device, detect().local_size or transport.size)
     if free is not None and need > free:
@@ -182,8 +185,11 @@ def check_room(shape: ModelShape, transport: Any) -> None:
 
 
 def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int, dict[str, Config]]:
-    """Images in one call, and the variants for which they fit into a tile's memory by the plan; all where the machine's
-    file does not tell that. Raises UserError where none fits."""
+    """Return the number of images in one call, and the settings of the variants with which they fit into a tile's
+    memory.
+
+    Without the tile's memory in the machine file these are all variants. Raise UserError if none fits.
+    """
     configs = {name: config_of(name, values) for name in values["variants"]}
     memory = topology.machine.device.memory
     if memory is None:
@@ -199,6 +205,8 @@ def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int,
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
+    """Measure all variants at all sizes and link efficiencies, as one rank's part; rank 0 prints and writes the
+    results."""
     topology, shape = topology_of(values["machine"], transport.size), load_shape(values["model"])
     about = {"model": values["model"], "nodes": topology.nodes}
     if not emulated() or not values["batch"]:
@@ -213,7 +221,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             common.publish(output, values, rows)
         return
     world = f"batch {values['batch']}, {topology.size} ranks on {topology.nodes} node(s)"
-    # The ranks that share one branch's sequence with this one, all or a part.
+    # The ranks that share one branch's sequence with this one: all, or a part.
     sharing = {name: part_of(topology, transport, parts_of(name)) for name in values["variants"]}
     transports = {name: own for name, (_, own) in sharing.items()}
     built: Built = {}
@@ -253,8 +261,11 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def case_of(values: Values, name: str, shape: ModelShape, topology: Topology, size: int) -> Case:
-    """A variant's layer. topology: of the ranks that share a sequence. Raises UserError where a ring does not divide
-    them."""
+    """Return one layer of a variant as a case of the planner. Raise UserError if a ring does not divide the ranks.
+
+    Args:
+        topology: of the ranks that share a sequence.
+    """
     kind = ALL_VARIANTS[name].get("ring_kind")
     ring = values["ring"] or topology.size if kind else 1
     mesh = Mesh.build(topology, ring, values["placement"], kind=kind or "keys")
@@ -263,12 +274,16 @@ def case_of(values: Values, name: str, shape: ModelShape, topology: Topology, si
     return Case(shape, topology, config_of(name, values), *call, **how)
 
 
+# The layers that stand in for a model's, by variant and kind of calls.
 Built = dict[tuple[str, CallKind], StandIn]
 
 
 def stand_ins(cases: Mapping[str, Case], transports: Mapping[str, Any], clock: Clock) -> Built:
-    """By variant and kind of calls. Codecs and displacement have one for each kind: a whole step would undo what they
-    know."""
+    """Return the layers to measure, by variant and kind of calls.
+
+    With codecs and displacement each kind has its own, because a step in which tensors are sent as they are would reset
+    their state.
+    """
     found: Built = {}
     for name, case in cases.items():
         for kind in measured_kinds(case):
@@ -278,7 +293,7 @@ def stand_ins(cases: Mapping[str, Case], transports: Mapping[str, Any], clock: C
 
 
 def layer_of(case: Case, rank: int, clock: Clock) -> PlannedLayer:
-    """This rank's layer, with tensors of full size; what it computes is waited for."""
+    """Return this rank's layer, with tensors of full size and waits instead of computation."""
     shape, segments = case.shape, case.segments
     group, slot = case.mesh.group_and_slot(rank)
     layout = case.mesh.layouts(segments, shape.heads)[group]
@@ -290,8 +305,10 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def calls_of(built: Built) -> tuple[Calls, Calls]:
-    """What is measured, and what begins the step before that, by key. Calls that do not wait begin their steps
-    themselves."""
+    """Return the calls to time, and the calls that start a step before them, by key.
+
+    Displaced calls and shared weights start their steps themselves.
+    """
     variants, begins = Calls(), Calls()
     for (name, kind), one in built.items():
         key = key_of(name, kind)
@@ -303,7 +320,7 @@ def calls_of(built: Built) -> tuple[Calls, Calls]:
 
 
 def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: int, transport: Any) -> Calls:
-    """Guidance's two parts send each other the model's output, every rank to that of the same place."""
+    """Return the call in which guidance's two parts exchange the model's output, each rank with its partner."""
     output = torch.zeros(batch, shape.image_tokens(size), OUTPUT_CHANNELS, dtype=torch.bfloat16)
     received = torch.zeros_like(output)
     group = transport.group(sorted(Axes.build(topology, guidance=2).partners(transport.rank)))
@@ -319,47 +336,57 @@ def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: in
 
 
 def parts_of(name: str) -> int:
+    """Return the number of parts of the ranks that compute a guidance branch each."""
     return int(ALL_VARIANTS[name].get("guidance_parallel", 1))
 
 
 def config_of(name: str, values: Values) -> Config:
+    """Return the engine's settings for a variant."""
     return common.engine_config(values, **ALL_VARIANTS[name])
 
 
 def measured_kinds(case: Case) -> list[CallKind]:
+    """Return the kinds of calls that are measured for a case."""
     return list(STABLE) if case.config.selection == "v_major" else sampled_kinds(case)
 
 
 def key_of(name: str, kind: CallKind) -> str:
-    """Of a variant's layers in calls of a kind."""
+    """Return the key of a variant's layers in calls of one kind."""
     return f"{name}@{kind}"
 
 
 def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """The mean over all steps; between measured fractions, straight lines. Where 0 is not measured, all tokens travel
-    there as in a whole step."""
+    """Return the mean over all steps, with straight lines between measured fractions.
+
+    If the fraction 0 is not measured, it is taken as a call that sends all tokens.
+
+    Args:
+        of_kind: seconds by kind of calls.
+        steps: for every step, the share of each kind.
+    """
     return over_steps({CallKind(): of_kind[WHOLE], **of_kind}, steps)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A size at one efficiency of links. cases: a layer of every variant. computing: seconds of a layer of rank 0, by
-    variant; late: of calls that do not wait, by variant and kind."""
+    """The measurements of one size at one link efficiency."""
 
     title: str
-    cases: Mapping[str, Case]
-    dilation: float
-    computing: Mapping[str, float]
-    late: Mapping[str, Late]
+    cases: Mapping[str, Case]  # a layer of every variant
+    dilation: float  # measured time divided by the real machine's
+    computing: Mapping[str, float]  # seconds of computation in a layer on rank 0, by variant
+    late: Mapping[str, Late]  # bytes of displaced calls or shared weights, by variant and kind
 
     def layers(self, name: str) -> int:
-        """Of a step, one after the other: a part of the ranks has those of its own branch."""
+        """Return the number of layers that run one after the other in a step. With guidance in parts, a part has those
+        of its branch."""
         shape = self.cases[name].shape
         branches = shape.branches if parts_of(name) == 1 else 1
         return (shape.joint_layers + shape.parallel_layers) * branches
 
     def hidden_share(self, name: str, steps: Sequence[Mapping[CallKind, float]]) -> float | None:
-        """Of the bytes that no call waits for, by the trace's account, over all steps; None where there are none."""
+        """Return the hidden share of the bytes that no call waits for, over all steps, by the trace; None if there are
+        none."""
         parts = [
             (part, self.late[key])
             for of in steps
@@ -371,7 +398,11 @@ class Measured:
 
 
 def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
-    """Seconds of a step on the real machine. slowest: of one layer, by variant and kind of calls."""
+    """Return the rows of one case, in seconds of a step on the real machine.
+
+    Args:
+        slowest: seconds of one layer, by variant and kind of calls.
+    """
     seconds: dict[str, list[float]] = {}
     schedules = {name: kinds_of_steps(one) for name, one in case.cases.items()}
     for name, schedule in schedules.items():
@@ -395,6 +426,7 @@ def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
 
 
 def more_words(row: Row) -> list[str]:
+    """Return further words to print about a row."""
     ratios = {name: row.get(f"ratio_vs_{name}") for name in ("flat_serial", "library", "flat")}
     faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
     replays = [f"displaced as in {row['decisions']}"] if row.get("decisions") else []

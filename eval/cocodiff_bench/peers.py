@@ -1,12 +1,12 @@
-"""`cocodiff bench peers`: denoising steps of the same random transformer, FLUX by default, by cocodiff and by the
-Ulysses attention of other libraries, all on the same ranks over gloo.
+"""`cocodiff bench peers`: denoising steps of one random transformer, FLUX by default, by cocodiff and by the Ulysses
+attention of other libraries. All use the same ranks over gloo.
 
 A variant's calls are the steps of one run: from noise towards a picture that changes on the way, as a model's estimate
-does. What a run's first steps do once (whole tensors, comparisons of inputs) is over when times are taken; the first
-call is told apart.
+does. Times are taken after the special first steps of a run (tensors sent as they are, comparisons of inputs). The
+first call's time is reported separately.
 
-This file alone knows other libraries. They are imported for this benchmark only, on the CPU only, and what they replace
-in diffusers' classes is there while their own variants run and gone while all others do.
+Only this file knows other libraries. They are imported for this benchmark only, and on the CPU only. What they replace
+in diffusers' classes is in place only while their own variants run.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ PACKAGES = ("cache_dit", "einops")  # what CACHE_DIT needs beyond our own depend
 DIFFUSERS_MODELS = "diffusers.models.transformers"
 INSTALL = "pip install cache-dit einops"
 HEAD_DIM = 32
-LEAD_IN = 3  # calls before the warm-up: as many as the engine compares inputs in, and as a codec's predictions need
-STEPS = 50  # of the run, or more where more calls are measured
-# What cache-dit replaces of a model's classes in diffusers, which stand in the module named first. Where it has no
-# asynchronous attention for a model, nobody measures that.
+LEAD_IN = 3  # calls before the warm-up: those in which the engine compares inputs, and those that a codec predicts from
+STEPS = 50  # steps of the run; more if more calls are measured
+# The methods of diffusers' classes that cache-dit replaces for a model; the module comes first. Its asynchronous
+# attention is measured for the models that it supports.
 REPLACED = {
     "flux": ("transformer_flux", "FluxAttnProcessor.__call__", "FluxSingleTransformerBlock.forward"),
     "wan": ("transformer_wan", "WanAttnProcessor.__call__"),
     "qwen-image": ("transformer_qwenimage", "QwenDoubleStreamAttnProcessor2_0.__call__"),
 }
 ASYNCHRONOUS = ("flux", "qwen-image")
-ALLOWED_EPS = 100  # of fp32, times the largest value: what sums in another order, through all layers, stay well below
-ALLOWED_OF_PLAIN = 4  # of bf16, times the largest error of one process at that dtype
+ALLOWED_EPS = 100  # tolerance in fp32, times eps and the largest value: sums in another order stay well below it
+ALLOWED_OF_PLAIN = 4  # tolerance in bf16, times the largest error of one process in that dtype
 ABOUT = "Times one transformer call of a random model (FLUX by default) on CPU ranks: cocodiff, and others' Ulysses."
 OPTIONS = common.with_common_options(
     Option("only", "whose variants to measure", list(WHOSE), many=True, choices=WHOSE),
@@ -85,11 +85,11 @@ OPTIONS = common.with_common_options(
     Option("device", "what ranks compute on", "cpu", choices=("cpu",)),
 )
 Call = Callable[[Inputs], Any]
-Replaceable = dict[tuple[Any, str], Any]  # (class, attribute) -> what it is
+Replaceable = dict[tuple[Any, str], Any]  # values of attributes, by (class, name)
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raises UserError for sizes that cannot be run or split, and for peers or their kernels that are not there."""
+    """Raise UserError for sizes that cannot be run or split, and for other libraries that are missing."""
     check_counts(values, "side", "frames", "text", "heads", "double", "single", "repeats", "ranks")
     our_configs(values)
     missing = [package for package in PACKAGES if find_spec(package) is None]
@@ -101,16 +101,18 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def sizes_of(values: Values) -> Sizes:
+    """Return the sizes of the model."""
     names = ("heads", "double", "single", "side", "text", "frames", "dtype")
     return Sizes(**{name: values[name] for name in names}, head_dim=HEAD_DIM)
 
 
 def steps_of(values: Values) -> int:
-    """Of the run that every variant makes."""
+    """Return the number of steps of the run that every variant makes."""
     return max(STEPS, values["repeats"] + LEAD_IN + 1)
 
 
 def check_sizes(values: Values, ranks: int) -> None:
+    """Raise UserError if the sizes cannot be split among the ranks."""
     if ranks < 2:
         raise UserError("bench peers compares exchanges between ranks: start at least 2, e.g. --ranks 2")
     peers = [name for name in values["only"] if name != OURS]
@@ -126,15 +128,16 @@ def check_sizes(values: Values, ranks: int) -> None:
 
 
 def import_before_fork(values: Values) -> None:
+    """Import the module of the model's class."""
     import_module(f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}")
 
 
 class Stepping:
-    """A variant whose every call is the next step of its run. last: what the latest call gave."""
+    """A variant whose every call is the next step of its run."""
 
     def __init__(self, call: Call, inputs: Sequence[Inputs]) -> None:
         self._call, self._inputs, self._calls = call, inputs, 0
-        self.last: Any = None
+        self.last: Any = None  # output of the latest call
 
     def __call__(self) -> Any:
         self.last = self._call(self._inputs[self._calls])
@@ -143,7 +146,7 @@ class Stepping:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Every variant on its own copy of the model, checked against one process, then timed in turn."""
+    """Check every variant against one process, on its own copy of the model, then time all in turn."""
     check_sizes(values, transport.size)
     configs = with_codecs(values, transport) if OURS in values["only"] else {}
     with torch.no_grad(), contextlib.ExitStack() as opened:
@@ -191,7 +194,8 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def calls_of_peers(values: Values, model: Any, transport: Any) -> dict[str, Call]:
-    """Every rank makes the same ones in the same order: process groups are made on the way."""
+    """Return the calls of other libraries. All ranks build the same ones in the same order, because that makes process
+    groups."""
     calls: dict[str, Call] = {}
     if DIFFUSERS in values["only"]:
         for name, anything in {"diffusers ulysses": False, "diffusers ulysses_anything": True}.items():
@@ -209,8 +213,13 @@ def report(
     more: Mapping[str, Mapping[str, Any]],
     ranks: int,
 ) -> None:
-    """Rows with errors and the first call's time beside the time. more: these, by variant. What they are compared with
-    is the fastest variant that is not ours."""
+    """Print and write the rows, with errors and the time of the first call.
+
+    Times are compared with those of the fastest variant that is not ours.
+
+    Args:
+        more: further columns of the rows, by variant.
+    """
     peers = [name for name in seconds if name not in our_configs(values)]
     baseline = min(peers, key=lambda name: statistics.median(seconds[name])) if peers else next(iter(seconds))
     frames = f"{values['frames']}x" if values["frames"] > 1 else ""
@@ -232,6 +241,7 @@ def report(
 
 
 def more_words(row: Row) -> list[str]:
+    """Return further words to print about a row."""
     errors = f"error {row['relative_error']:.1e}, {row['relative_to_exact']:.1e}"
     arrival = [f"codec {row['codec']}, late {row['late_part']:.0%}"] if "late_part" in row else []
     return [f"first {row['first_s'] * 1e3:.0f} ms", errors, *arrival]
@@ -241,22 +251,30 @@ def more_words(row: Row) -> list[str]:
 
 
 def allowed_error(plain: Tensor, expected: Tensor) -> float:
-    """Of an exact variant. plain: of one process at the variants' dtype; expected: in fp32."""
+    """Return the largest error that an exact variant may have.
+
+    Args:
+        plain: output of one process in the variants' dtype.
+        expected: output of one process in fp32.
+    """
     if plain.dtype == torch.float32:
         return float(ALLOWED_EPS * torch.finfo(torch.float32).eps * expected.abs().max())
     return ALLOWED_OF_PLAIN * float((plain.float() - expected).abs().max())
 
 
 def check_output(name: str, output: Tensor, expected: Tensor, allowed: float, rank: int) -> None:
-    """Raises RuntimeError for a wrong output."""
+    """Raise RuntimeError if an output differs from the expected one by more than `allowed`."""
     error = float((output.float() - expected).abs().max())
     if not error <= allowed:
         raise RuntimeError(f"{name} is wrong: {error:.1e} off one process on rank {rank}, not {allowed:.1e}")
 
 
 def errors_of(output: Tensor, expected: Tensor, reference: Tensor, transport: Any) -> dict[str, float]:
-    """The largest of any rank: absolute, in the L2 norm as a part of the expected one, and in that norm to an exact
-    variant of the same dtype, whose rounding is not in it; on rank 0 they are whole."""
+    """Return the largest errors of any rank. Only rank 0's result is complete.
+
+    They are the absolute error; the L2 norm of the error relative to the expected output's; and the same against an
+    exact variant in the same dtype, which leaves out rounding.
+    """
     off, beside = output.float() - expected, output.float() - reference.float()
     own = [float(off.abs().max()), float(off.norm() / expected.norm()), float(beside.norm() / expected.norm())]
     largest = [max(of_ranks) for of_ranks in zip(*(transport.gather_object(own) or [own]), strict=True)]
@@ -267,8 +285,11 @@ def errors_of(output: Tensor, expected: Tensor, reference: Tensor, transport: An
 
 
 def our_configs(values: Values) -> dict[str, Config]:
-    """Every exchange in every order; the joint order's name is that of the exchange alone. And the presets, also
-    compiled where that is wanted."""
+    """Return the settings of our variants: every exchange in every order, and the presets, also compiled if that is
+    wanted.
+
+    With the joint order a variant has the name of the exchange.
+    """
     exact = {}
     for exchange, order in product(EXCHANGES, ORDERS):
         name = exchange if order == "joint" else f"{exchange} {order}"
@@ -279,8 +300,11 @@ def our_configs(values: Values) -> dict[str, Config]:
 
 
 def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
-    """`our_configs` with `codec: auto` decided. On emulated links it goes by what the ranks are on: links so many times
-    slower than the file's, and arithmetic as fast as rank 0 measures it on this host. Rank 0 says it."""
+    """Return `our_configs` with `codec: auto` decided; rank 0 prints the decision.
+
+    On emulated links it is decided for the actual conditions: links slower than the machine file's by the scale, and
+    arithmetic as fast as rank 0 measures it on this host.
+    """
     configs = our_configs(values)
     if all(config.codec != "auto" for config in configs.values()):
         return configs
@@ -302,15 +326,15 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
 
 
 def measured_device(ranks: int, tokens: int, width: int) -> Device:
-    """A rank of this CPU as if it were a tile, when all ranks compute: the rates of a linear layer on its rows and of
-    copies, a moment each."""
+    """Return this CPU as the device of one rank while all ranks compute, from short measurements of a linear layer and
+    of copies."""
     share = min(1.0, len(os.sched_getaffinity(0)) / (ranks * torch.get_num_threads()))
     x_LW, weight_WW = torch.ones(max(1, tokens // ranks), width), torch.ones(width, width)
     source, few = torch.zeros(2**25, dtype=torch.uint8), torch.zeros(16)
     onto = torch.empty_like(source)
 
     def rate(call: Callable[[], object]) -> float:
-        """Calls in a second."""
+        """Return the number of calls in a second."""
         return share / min(timeit.repeat(call, number=1, repeat=5))
 
     flop = 2 * len(x_LW) * width * width
@@ -322,6 +346,7 @@ def measured_device(ranks: int, tokens: int, width: int) -> Device:
 
 
 def late_bytes(engine: Engine) -> int:
+    """Return the bytes that an engine has sent and no call waited for."""
     return sum(engine.bytes("late").values())
 
 
@@ -329,8 +354,10 @@ def late_bytes(engine: Engine) -> int:
 
 
 def diffusers_parallel(model: Any, transport: Any, anything: bool) -> Any:
-    """diffusers' own context parallelism. `enable_parallelism` divides by the number of accelerators, so on the CPU its
-    steps are taken one by one."""
+    """Set up diffusers' own context parallelism on a model and return it.
+
+    `enable_parallelism` divides by the number of accelerators, so on the CPU its steps are done one by one.
+    """
     from diffusers import ContextParallelConfig
     from diffusers.hooks.context_parallel import apply_context_parallel
     from diffusers.models._modeling_parallel import ParallelConfig
@@ -350,8 +377,11 @@ def diffusers_parallel(model: Any, transport: Any, anything: bool) -> Any:
 
 
 def cache_dit_variants(model: Any, ranks: int, values: Values) -> dict[str, Call]:
-    """cache-dit's Ulysses attention, plain and asynchronous. It replaces methods and attention backends of diffusers'
-    classes, each once in a process: what is replaced goes back at once and is there again for each call of its own."""
+    """Return the calls of cache-dit's Ulysses attention, plain and asynchronous.
+
+    It replaces methods and attention backends of diffusers' classes, once in a process. What it replaces is restored at
+    once, and put back in place for each of its own calls.
+    """
     name_of_model = values["model"]
     before = theirs = replaceable(name_of_model)
     os.environ.setdefault("CACHE_DIT_LOG_LEVEL", values["log_level"])  # read when it is imported
@@ -371,7 +401,7 @@ def cache_dit_variants(model: Any, ranks: int, values: Values) -> dict[str, Call
 
 
 def replaceable(model: str) -> Replaceable:
-    """The attributes of diffusers' classes that cache-dit replaces, as they are now."""
+    """Return the attributes of diffusers' classes that cache-dit replaces, with their current values."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 
     tables = [(Registry, name) for name, value in vars(Registry).items() if isinstance(value, dict | set)]
@@ -382,12 +412,14 @@ def replaceable(model: str) -> Replaceable:
 
 
 def put(what: Replaceable) -> None:
+    """Set attributes to these values."""
     for (owner, name), value in what.items():
-        setattr(owner, name, copy.copy(value))  # a copy of a table: what is put may be changed
+        setattr(owner, name, copy.copy(value))  # a copy, because a table may be changed later
 
 
 @contextlib.contextmanager
 def in_place(theirs: Replaceable, before: Replaceable) -> Iterator[None]:
+    """Put cache-dit's attributes in place inside the `with` block."""
     put(theirs)
     try:
         yield

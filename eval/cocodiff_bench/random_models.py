@@ -1,5 +1,7 @@
-"""Random transformers of diffusers' classes, small ones for `cocodiff bench peers`, of real models' shapes for `bench
-step`, and the inputs of a run of each."""
+"""The random transformers of diffusers' classes, and the inputs of a run of each.
+
+They are small for `cocodiff bench peers`, and have real models' shapes for `bench step`.
+"""
 
 from __future__ import annotations
 
@@ -18,48 +20,45 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Sizes(NamedTuple):
-    """Of a random transformer and its calls. double, single: blocks; side: tokens along the edge of an image or frame;
-    text: tokens; channels: of a token that goes in, text_channels and pooled: of what a prompt becomes."""
+    """The sizes of a random transformer and its calls."""
 
-    heads: int
-    double: int
-    single: int
-    side: int
-    text: int
-    head_dim: int = 32
-    frames: int = 1
-    channels: int = 16
-    text_channels: int = 64
-    pooled: int = 32
-    batch: int = 1
-    dtype: str = "fp32"
+    heads: int  # attention heads
+    double: int  # blocks with image and text separate
+    single: int  # blocks with both in one stream
+    side: int  # tokens along the edge of an image or frame
+    text: int  # text tokens
+    head_dim: int = 32  # channels of a head
+    frames: int = 1  # frames of a video; 1 for an image
+    channels: int = 16  # channels of an input token
+    text_channels: int = 64  # channels of a text token
+    pooled: int = 32  # channels of the pooled prompt
+    batch: int = 1  # images in one call
+    dtype: str = "fp32"  # a name in DTYPES
     device: str = "cpu"
 
     @property
     def tokens(self) -> int:
-        """Of the image, or of all frames of a video."""
+        """The number of tokens of the image, or of all frames of a video."""
         return self.frames * self.side**2
 
 
 class Benched(NamedTuple):
-    """A class of transformers. config: of the class in diffusers. inputs: a call's arguments that only this class has,
-    from what is denoised, [B, tokens, channels]. timesteps: in which its noise level is given. text_travels: whether
-    text is attended to jointly. channels, text_channels, pooled_channels: of the real models; the last ones are 0 where
-    a prompt is not given as one vector as well."""
+    """A class of transformers, and the arguments that it takes."""
 
-    title: str
-    class_name: str
-    config: Callable[[Sizes], dict[str, Any]]
+    title: str  # name in results
+    class_name: str  # in diffusers
+    config: Callable[[Sizes], dict[str, Any]]  # returns arguments of the class
+    # Returns a call's arguments that only this class has, from the noisy sample [B, tokens, channels].
     inputs: Callable[[Sizes, Any], Inputs]
-    timesteps: int = 1
-    text_travels: bool = True
-    channels: int = 64
-    text_channels: int = 4096
-    pooled_channels: int = 0
+    timesteps: int = 1  # scale of the timestep argument: its value at noise level 1
+    text_travels: bool = True  # True if image and text are attended to jointly
+    channels: int = 64  # of the real models
+    text_channels: int = 4096  # of the real models
+    pooled_channels: int = 0  # of the real models; 0 if they take no pooled prompt
 
 
 def random_model(benched: Benched, sizes: Sizes) -> Any:
-    """The same random transformer on every rank, made where it is to be."""
+    """Return a random transformer, the same on every rank, on the device of `sizes`."""
     diffusers = import_diffusers()
     torch.manual_seed(0)
     heads = {"attention_head_dim": sizes.head_dim, "num_attention_heads": sizes.heads, "in_channels": sizes.channels}
@@ -73,13 +72,13 @@ def random_model(benched: Benched, sizes: Sizes) -> Any:
 
 
 def rotary_axes(sizes: Sizes) -> tuple[int, int, int]:
-    """Channels of a head that are rotated by frame, row and column."""
+    """Return the channels of a head that are rotated by frame, row and column."""
     along = sizes.head_dim // 32 * 14
     return sizes.head_dim - 2 * along, along, along
 
 
 def places(sizes: Sizes, axes: int) -> Tensor:
-    """Of every image token [tokens, axes]: frame, row, column, and zeros."""
+    """Return the place of every image token [tokens, axes]: frame, row, column, then zeros."""
     grid = torch.meshgrid(*map(torch.arange, (sizes.frames, sizes.side, sizes.side)), indexing="ij")
     found = torch.zeros(sizes.tokens, axes)
     found[:, :3] = torch.stack(grid, dim=-1).flatten(0, 2)
@@ -87,7 +86,7 @@ def places(sizes: Sizes, axes: int) -> Tensor:
 
 
 def in_frames(sizes: Sizes, x: Tensor) -> Tensor:
-    """Image tokens [B, tokens, C] as [B, C, frames, side, side]."""
+    """Return image tokens [B, tokens, C] as [B, C, frames, side, side]."""
     return x.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
 
 
@@ -132,7 +131,7 @@ SD3 = Benched(
         "pos_embed_max_size": 192,
         "qk_norm": "rms_norm",
     },
-    # A token is two by two places of the latents, all of which have the numbers of one here.
+    # A token is two by two places of the latents, which all get the same numbers here.
     lambda sizes, sample: {
         "hidden_states": in_frames(sizes, sample)[:, :, 0].repeat_interleave(2, 2).repeat_interleave(2, 3)
     },
@@ -168,18 +167,22 @@ QWEN_IMAGE = Benched(
     lambda sizes, _: {"img_shapes": [[(sizes.frames, sizes.side, sizes.side)]] * sizes.batch},
     text_channels=3584,
 )
+# Small models for `bench peers`.
 MODELS = {"flux": FLUX, "wan": WAN, "qwen-image": QWEN_IMAGE}
-# By family as well: what real models are made of, at any of its shapes.
+# Classes by family of real models, for any of their shapes.
 OF_FAMILIES = {"FLUX.1": FLUX, "FLUX.2": FLUX_2, "SD3 / SD3.5": SD3, "Qwen-Image": QWEN_IMAGE}
 
 
 def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[Inputs]:
-    """Of so many calls of a run of `steps`: noise gives way to a picture, in equal steps, and the picture turns into
-    another one. The calls of a run have one prompt."""
+    """Return the arguments of the first `calls` calls of a run with `steps` steps. All calls have one prompt.
+
+    Noise turns into a picture in equal steps, while the picture turns into another one.
+    """
     noise = torch.Generator().manual_seed(1)
     dtype = DTYPES[sizes.dtype]
 
     def drawn(*shape: int) -> Tensor:
+        """Return normally distributed numbers."""
         return torch.randn(sizes.batch, *shape, generator=noise)
 
     start, one, other = (drawn(sizes.tokens, sizes.channels) for _ in range(3))
@@ -199,15 +202,17 @@ def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[I
 
 
 def in_fp32(inputs: Inputs) -> Inputs:
+    """Return the arguments with all tensors in fp32."""
     return {name: value.float() if hasattr(value, "float") else value for name, value in inputs.items()}
 
 
 def step(model: Any, inputs: Inputs) -> Tensor:
+    """Call the model once and return its output."""
     return model(**inputs, return_dict=False)[0]
 
 
 def run(model: Any, of_steps: Sequence[Inputs], branches: int) -> None:
-    """A whole run. With two branches of guidance each step calls the model for a second prompt as well."""
+    """Make a whole run. With two branches of guidance each step also calls the model with a second prompt."""
     for inputs in of_steps:
         step(model, inputs)
         if branches == 2:

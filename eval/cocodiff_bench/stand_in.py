@@ -1,5 +1,8 @@
-"""Layers of a model that is not there: the engine's attention with real messages, and waits as long as a roofline says
-in the place of what computes, so that the cores that all ranks share do not decide what messages can hide behind."""
+"""The layers that stand in for a model's: the engine's attention with real messages, and waits instead of computation.
+
+Waits are as long as a roofline says. So the cores that all ranks of the host share do not affect how well messages can
+be hidden.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +30,30 @@ from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import bytes_of, operation_s, seconds
 from cocodiff_bench.common import SerialTransport
 
-PASSES = (  # operations that are waits: scoring and both codecs'. All others are done
+PASSES = (  # operations that are replaced by waits: scoring and both codecs'; all others are run
     *("l1_score", "note_change", "encode_residual", "decode_residual", "continue_linearly"),
     *("encode_lossless", "stream_lengths", "decode_lossless"),
 )
-LENGTHS = {"encode_lossless": 4, "stream_lengths": 3}  # the argument that gets streams' lengths: all fit in first parts
+# Index of the argument for streams' lengths, which are set to 0: all fit in first parts.
+LENGTHS = {"encode_lossless": 4, "stream_lengths": 3}
 
 
 class Clock:
-    """Waits in the place of what a device computes, all of them `dilation` times as long. One for all variants, which
-    take turns."""
+    """The waits that replace a device's computation. All variants share one clock, because they take turns."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.dilation = device, 0.0
+        self.device, self.dilation = device, 0.0  # dilation: factor of all waits
 
     def wait(self, seconds: float, _launches: int = 0) -> None:
-        """Launches of the model's own kernels are left out."""
+        """Wait for a computation of `seconds` on the device. Launches of the model's own kernels take no time."""
         time.sleep(seconds * self.dilation)
 
 
 class WaitingKernels(Kernels):
-    """Scores and codes are waits, by the same roofline as in plans, a launch each. All scores are zero, for which
-    tokens stay plays no part; nothing is coded."""
+    """The operations, of which scores and codes are waits by the same roofline as in plans, with one launch each.
+
+    All scores are zero, because the choice of tokens does not matter. Nothing is coded.
+    """
 
     def __init__(self, clock: Clock, path: str, note: Callable[[str, str], None]) -> None:
         super().__init__(path, note)
@@ -67,7 +72,7 @@ class WaitingKernels(Kernels):
 
 
 class RooflineAttention(LocalAttention):
-    """A wait as long as a fused kernel takes."""
+    """The attention of a device, replaced by a wait as long as its fused kernel takes."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -84,15 +89,12 @@ class RooflineAttention(LocalAttention):
 
 
 class StandIn:
-    """One variant's layers: of all tokens, of V-Major's, coded or displaced. Between two calls of `begin` are the
-    layers of one step.
+    """The layers of one variant. Between two calls of `begin` are the layers of one step."""
 
-    layer: what one is. last_s: seconds that a layer has taken in every call of `run_behind`; record: what the trace has
-    of the last one."""
-
-    layer: PlannedLayer
+    layer: PlannedLayer  # one layer; set by `settle`
 
     def __init__(self, case: Case, transport: Any, clock: Clock) -> None:
+        # Seconds of a layer in every call of `run_behind` or `run_shared`, and the trace's record of the last one.
         self.last_s, self.record = list[float](), dict[str, Any]()
         self._clock, self._trace = clock, Trace(transport.rank)
         over: Any = SerialTransport(transport) if case.one_peer else transport
@@ -102,28 +104,32 @@ class StandIn:
         self._step, self._steps = -1, case.steps
         split = case.config.split
         self.shares = split is not None
-        self.waited = "wait for weights" if self.shares else "wait"  # what waits are called that hide nothing
+        # Spans whose names begin so are waits in which nothing is hidden.
+        self.waited = "wait for weights" if self.shares else "wait"
         if split is not None:
             self._blocks = Blocks(statistics.mean(block_parameters(case.shape)))
             SplitWeights(self._blocks, case.topology, transport, *split).attach(self._trace)
 
     def begin(self, kind: CallKind) -> None:
-        """The next step, of calls of this kind. Returns when what ranks agree on once for all its layers is there."""
+        """Begin the next step, with calls of this kind. Return when the ranks have agreed on what all its layers
+        share."""
         self.costs.hold_at(self.codec, kind)
         self._step += 1
         self.codec.begin_step(StepInfo(0, self._step, self._steps))
         self.costs.agree(self.codec)
 
     def run(self, layers: int) -> None:
+        """Run some layers of a step."""
         for number in range(layers):
             self.run_layer(number)
 
     def run_layer(self, number: int) -> None:
+        """Run one layer."""
         name = self.layer.kind.name
         self.layer.run(self._strategy, LayerKey(f"{name} {number}" if number else name))
 
     def settle(self, layer: PlannedLayer, kind: CallKind) -> None:
-        """The whole step of such layers, and those that differ from the ones which follow, without waits."""
+        """Set the layer, and run without waits the step that starts a run and those that differ from the later ones."""
         self.layer = layer
         self._clock.dilation = 0.0
         leading = 0 if kind.whole else self.costs.steps_to_settle
@@ -132,8 +138,10 @@ class StandIn:
             self.run(SITES if kind.displaced else 1)
 
     def run_behind(self, kind: CallKind) -> None:
-        """Three calls of a model of some layers that do not wait for what they send, of which the last one counts, as
-        in plans (`PlannedCall`); then nothing is left in flight."""
+        """Run three displaced calls of a model with several layers, and time the third, as plans do (`PlannedCall`).
+
+        At the end no messages are in flight.
+        """
         self._trace.clear()
         for _ in range(3):
             self.begin(kind)
@@ -144,7 +152,7 @@ class StandIn:
         self.costs.catch_up(self.codec)
 
     def run_shared(self, kind: CallKind) -> None:
-        """Two calls of a model of some layers whose weights ranks share, of which the second one counts."""
+        """Run two calls of a model with several layers whose weights ranks share, and time the second."""
         for _ in range(2):
             self._trace.clear()
             self.begin(kind)
@@ -155,7 +163,7 @@ class StandIn:
 
 
 class Blocks(nn.Module):
-    """Blocks that have weights, each one tensor, and compute something else."""
+    """The blocks of a model. Each has one tensor of weights, but runs a layer that does not use it."""
 
     def __init__(self, numbers: float) -> None:
         super().__init__()
@@ -167,6 +175,8 @@ class Blocks(nn.Module):
 
 
 class Block(nn.Module):
+    """A block with weights."""
+
     def __init__(self, numbers: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(numbers, dtype=torch.bfloat16), requires_grad=False)
@@ -175,21 +185,25 @@ class Block(nn.Module):
         run()
 
 
-# What nobody waits for ------------------------------------------------------------------------------------------------
+# Bytes that no call waits for -----------------------------------------------------------------------------------------
 
 Interval = tuple[int, int]  # start and end in nanoseconds
 
 
 class Late(NamedTuple):
-    """Bytes that no call waited for, and those of them that were hidden: that travelled while the rank's main thread
-    waited for nothing. Of a message that is hidden in part, the bytes are by its time."""
+    """The bytes that no call waited for."""
 
-    sent: int
+    sent: int  # number of bytes
+    # bytes sent while the rank's main thread waited for nothing; for partly hidden messages, in proportion to time
     hidden: float
 
     @classmethod
     def of(cls, of_ranks: Iterable[Sequence[Span]], waited: str = "wait") -> Late:
-        """By the spans of every rank. waited: what waits are called that count."""
+        """Sum over the spans of every rank.
+
+        Args:
+            waited: prefix of the names of spans that count as waits.
+        """
         sent, hidden = 0, 0.0
         for of_rank in of_ranks:
             waits = union(_times(s for s in of_rank if s.lane == "main" and s.name.startswith(waited)))
@@ -201,11 +215,12 @@ class Late(NamedTuple):
 
 
 def _times(spans: Iterable[Span]) -> list[Interval]:
+    """Return the intervals of spans."""
     return [(span.start_ns, span.end_ns) for span in spans]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as intervals that are in order and apart; empty ones go."""
+    """Return the union of intervals as disjoint intervals in ascending order, without empty ones."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -216,9 +231,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> int:
+    """Return the total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """The time that two unions have in common."""
+    """Return the length of the intersection of two unions."""
     return length(first) + length(second) - length(union([*first, *second]))

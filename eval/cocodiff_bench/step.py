@@ -1,5 +1,5 @@
-"""`cocodiff bench step`: whole denoising steps of a pipeline, plain diffusers and presets in turn; or of a random
-transformer that has the shape of a large model."""
+"""`cocodiff bench step`: whole denoising steps of a pipeline, with plain diffusers and with presets in turn; or of a
+random transformer that has the shape of a large model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cocodiff_bench import common
 from cocodiff_bench.common import Row, SerialGroup, SerialTransport, Values
 from cocodiff_bench.random_models import OF_FAMILIES, Sizes, random_model, run, run_inputs
 
-PLAIN = "diffusers"
+PLAIN = "diffusers"  # name of the variant without cocodiff
 ABOUT = "Times a whole denoising step: plain diffusers against cocodiff on one rank, or presets on several."
 OPTIONS = common.with_common_options(
     Option("model", "folder in diffusers' layout or hub id, instead of the embedded model", EMBEDDED),
@@ -34,21 +34,24 @@ OPTIONS = common.with_common_options(
 
 
 def request_of(values: Values) -> Request:
+    """Return the request for the model of the options."""
     return Request(values["model"], INPAINT)
 
 
 def check(values: Values, ranks: int | None) -> None:
+    """Raise UserError for options that these ranks cannot measure."""
     check_counts(values, "batch", "steps", "repeats", "ranks")
     preset_configs(values)
     check_model(request_of(values), ranks or 1)
 
 
 def import_before_fork(values: Values) -> None:
+    """Import what all ranks need for the model."""
     session.import_before_fork(request_of(values))
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Whole pipeline calls, the variants in turn; the time of a step is the call's divided by its steps."""
+    """Measure whole pipeline calls, the variants in turn. The time of a step is the call's divided by its steps."""
     model = session.load_requested(request_of(values), values["dtype"], transport)
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
@@ -62,7 +65,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
     variants: dict[str, Callable[[], None]] = {name: partial(parallel, engine) for name, engine in engines.items()}
     if transport.size == 1:
-        variants = {PLAIN: call} | variants  # on several ranks the plain pipeline would do everything on each
+        variants = {PLAIN: call} | variants  # on several ranks, each would run the whole plain pipeline
     seconds = common.measure_in_turns("bench step", variants, values, transport, units=values["steps"])
     sent = bytes_of_steps(engines, values)
     if transport.rank == 0:
@@ -74,12 +77,14 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def bytes_of_steps(engines: Mapping[str, Engine], values: Values) -> dict[str, dict[str, int]]:
-    """Sent in a mean step by link class, those of the warm-up too. All ranks call it."""
+    """Return the bytes sent in a mean step, by variant and class of link, with the warm-up included. All ranks call
+    this."""
     steps = (values["repeats"] + 1) * values["steps"]
     return {name: {link: count // steps for link, count in engine.bytes().items()} for name, engine in engines.items()}
 
 
 def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
+    """Run the inpainting pipeline once on random images whose centre is masked."""
     noise = torch.Generator().manual_seed(0)
     mask_BCHW = torch.zeros(batch, 1, side, side)
     mask_BCHW[..., side // 4 : side - side // 4, side // 4 : side - side // 4] = 1
@@ -98,11 +103,11 @@ def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
 
 # A random transformer -------------------------------------------------------------------------------------------------
 
-SILENT = "no messages"  # what a step takes without them
+SILENT = "no messages"  # name of the variant that measures a step without messages
 
 
 class SilentGroup(SerialGroup):
-    """Neither sends nor receives attention's tensors: what would arrive has any numbers."""
+    """A group that neither sends nor receives attention's tensors. What would be received has arbitrary numbers."""
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
         return self._inner.send_recv([], [])
@@ -111,16 +116,23 @@ class SilentGroup(SerialGroup):
 
 
 class SilentTransport(SerialTransport):
+    """A transport whose groups send nothing."""
+
     group_of = SilentGroup
 
 
 def measure_shape(
     values: Values, shape: ModelShape, family: str, configs: Mapping[str, Config], transport: Any
 ) -> list[Row]:
-    """Whole runs of a random transformer of a model's shape, as a real one's weights would take them; a row for each
-    variant, with the most memory that a rank had on its device. Of images as large as `--size` says first.
+    """Measure whole runs of a random transformer with a model's shape, as one with real weights would take them.
 
-    configs: by variant; "flat_serial" serves one peer at a time."""
+    Images have the first size of `--size`. Return a row for each variant, with the largest memory that a rank used on
+    its device.
+
+    Args:
+        family: name of the model's family.
+        configs: settings by variant; "flat_serial" serves one peer at a time.
+    """
     benched, device = OF_FAMILIES[family], transport.device
     sizes = Sizes(
         *(shape.heads, shape.joint_layers, shape.parallel_layers),
@@ -145,6 +157,7 @@ def measure_shape(
     memory = None if device.type == "cpu" else torch.get_device_module(device)
 
     def whole(name: str, engine: Engine) -> None:
+        """Make one run and record its largest memory."""
         if memory is not None:
             memory.reset_peak_memory_stats(device)
         with engine:

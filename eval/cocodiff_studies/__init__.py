@@ -1,1 +1,2 @@
-"""Studies, which the library does not use: emulated machines, the paper's figures, the embedded model's making."""
+"""Studies that the library does not use: emulated machines, the papers' figures, and the embedded model's training
+data."""

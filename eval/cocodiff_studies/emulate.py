@@ -1,7 +1,7 @@
-"""`cocodiff emulate`: runs a command's ranks on an emulated machine, whose links are as unequal as the real one's.
+"""`cocodiff emulate`: run a command's ranks on an emulated machine, whose links are as unequal as the real one's.
 
-The network is real, its rates are the machine file's divided by `--scale`; what a rank computes runs at this host's
-speed. Namespaces have no names and belong to this process: when it ends, in whatever way, they end with it.
+The network is real, with the machine file's rates divided by `--scale`; ranks compute at this host's speed. Namespaces
+have no names and belong to this process: they end with it, in whatever way it ends.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from cocodiff_studies.namespaces import TILES
 from cocodiff_studies.network import BRIDGE, Network, Rate, address, measure_rates
 
 PORT = "29400"
-GRACE_S = 2.0  # what ranks get to notice a bad end and to clean up
-TOKEN = "COCODIFF_EMULATION"  # in the environment of every program started in an emulation
-OFF = 0.1  # a link that misses its rate by more than this part is called out
+GRACE_S = 2.0  # seconds that ranks have to notice a failure and to clean up
+TOKEN = "COCODIFF_EMULATION"  # variable in the environment of every program that is started in an emulation
+OFF = 0.1  # a link whose rate is off by more than this part is pointed out
 MODELS = ("inpaint", "generate", "sweep")  # subcommands whose ranks load a pipeline
 ON_RANKS = (*MODELS, "bench", "doctor")
 LAUNCHERS = ("fork", "mpiexec")
@@ -51,6 +51,7 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run the subcommand, and return its exit code."""
     cut = [*words, "--"].index("--")
     options, command = list(words[:cut]), list(words[cut + 1 :])
     values = parse("emulate", "Runs a command on an emulated machine: emulate [options] -- COMMAND.", OPTIONS, options)
@@ -72,7 +73,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
-    """Raises UserError where the machine cannot have so many nodes or ranks."""
+    """Return the emulated topology. Raise UserError if the machine cannot have so many nodes or ranks."""
     machine = load_machine(values["machine"])
     if values["nodes"] < 1:
         raise UserError(f"--nodes {values['nodes']}: at least 1 is needed")
@@ -93,13 +94,15 @@ def topology_of(values: dict[str, Any]) -> Topology:
 
 
 def is_this_cocodiff(word: str) -> bool:
-    """Whether a command's first word starts the cocodiff that runs here: its ranks can be forked from this process."""
+    """Return True if a command's first word is the cocodiff that runs here. Its ranks can then be forked from this
+    process."""
     own = Path(sys.executable).parent / "cocodiff"
     return word == "cocodiff" or (own.is_file() and Path(shutil.which(word) or word).resolve() == own.resolve())
 
 
 def settle_command(words: Sequence[str], values: dict[str, Any]) -> list[str]:
-    """A cocodiff command with the emulated machine named. Raises UserError where it names another one."""
+    """Return the words of a cocodiff command with the emulated machine named. Raise UserError if they name another
+    machine."""
     if not words:
         raise UserError("emulate -- cocodiff: add a subcommand, e.g. bench alltoall")
     check_choice("subcommand", words[0], COMMANDS)
@@ -117,7 +120,7 @@ def settle_command(words: Sequence[str], values: dict[str, Any]) -> list[str]:
 
 
 def check_host(values: dict[str, Any]) -> None:
-    """Raises UserError for what an emulation needs and this host lacks."""
+    """Raise UserError if this host lacks something that an emulation needs."""
     if sys.platform != "linux":
         raise UserError(f"emulate needs Linux (network namespaces); this is {sys.platform}")
     lacking = [f"{tool} (Debian: apt install iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -133,7 +136,7 @@ def check_host(values: dict[str, Any]) -> None:
 
 
 def run_emulated(values: dict[str, Any], topology: Topology, command: list[str], own: bool, token: str) -> int:
-    """Network up, rates checked, ranks run, everything down."""
+    """Build the network, check its rates, run the ranks, and remove everything. Return the exit code."""
     started = time.monotonic()
     try:
         with Network.open(topology, values["scale"]) as network:
@@ -158,6 +161,7 @@ def run_emulated(values: dict[str, Any], topology: Topology, command: list[str],
 
 
 def say_network(values: dict[str, Any], topology: Topology, rates: Sequence[Rate], up_s: float, all_s: float) -> None:
+    """Print the network and its measured rates."""
     say(
         f"emulated {topology.machine.name}: {topology.size} tiles on {topology.nodes} node(s), links "
         f"{values['scale']:g} times slower; network up in {up_s:.2f} s, rates checked after {all_s:.2f} s"
@@ -172,7 +176,7 @@ def say_network(values: dict[str, Any], topology: Topology, rates: Sequence[Rate
 
 
 def rank_environment(values: dict[str, Any], topology: Topology, token: str) -> dict[str, str]:
-    """The variables that all ranks are given: they talk over the bridge, and over TCP."""
+    """Return the variables for all ranks, by which they communicate over the bridge and over TCP."""
     told = {"machine": topology.machine.name, "nodes": topology.nodes, "scale": values["scale"]}
     here = len(topology.on_node[0])
     return {
@@ -186,7 +190,7 @@ def rank_environment(values: dict[str, Any], topology: Topology, token: str) -> 
 
 
 def run_forked(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
-    """Ranks forked from here, as torchrun starts them."""
+    """Fork the ranks from this process, with the variables that torchrun sets. Return the exit code."""
     if own:
         for name in EVERY_RANK_IMPORTS if command[1] in MODELS else ("cocodiff.engine.engine",):
             import_module(name)
@@ -205,6 +209,7 @@ def run_forked(network: Network, command: list[str], own: bool, environment: dic
 
 
 def _rank(network: Network, rank: int, command: list[str], own: bool, environment: dict[str, str]) -> int:
+    """Run one rank in its tile, and return its exit code; other programs replace the process."""
     network.tile(rank).enter()
     os.environ.update(environment)
     if own:
@@ -218,7 +223,7 @@ def _rank(network: Network, rank: int, command: list[str], own: bool, environmen
 
 
 def run_under_mpi(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
-    """Ranks of one MPI job: `cocodiff_studies.namespaces` takes each to its tile."""
+    """Run the ranks of one MPI job; `cocodiff_studies.namespaces` takes each to its tile. Return the exit code."""
     program = [*python_words("from cocodiff.cli.main import main; sys.exit(main())"), *command[1:]] if own else command
     variables = without_launcher(os.environ) | environment
     variables |= {
@@ -245,9 +250,11 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
 
 
 def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
-    """Runs every job in a process of its own and returns the exit code of all: 0, or that of the first bad end. A job
-    returns its exit code or does not return at all. After a bad end the others get GRACE_S, then they are killed; on
-    STOPS they are told with SIGTERM first. What this process ignores, as under nohup, it goes on ignoring."""
+    """Run every job in a process of its own. Return 0, or the exit code of the first failure.
+
+    A job returns its exit code or does not return at all. After a failure the others have GRACE_S to end, then they are
+    killed. On one of STOPS they receive SIGTERM first. Signals that this process ignores, as under nohup, stay ignored.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
@@ -263,6 +270,7 @@ def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
 
 
 def _told(job: Callable[[], int]) -> int:
+    """Run a job, and print its error if it fails."""
     try:
         return job()
     except BaseException as error:
@@ -271,7 +279,7 @@ def _told(job: Callable[[], int]) -> int:
 
 
 def _attend(children: dict[int, int], stop: StopRequest) -> int:
-    """Waits for all children, which it takes out of `children` as they end."""
+    """Wait for all children, and remove each from `children` when it ends. Return the exit code of all."""
     code, deadline, told = 0, float("inf"), False
     while children and time.monotonic() < deadline:
         if stop.asked and not told:
@@ -288,7 +296,7 @@ def _attend(children: dict[int, int], stop: StopRequest) -> int:
             if code < 0:
                 print(f"cocodiff: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
                 code = 1
-            elif code != 2:  # a user's mistake has been told
+            elif code != 2:  # a user's mistake has been printed
                 print(f"cocodiff: rank {rank} left with code {code}", file=sys.stderr)
     if told:
         print("cocodiff: interrupted; every rank was ended", file=sys.stderr)
@@ -297,7 +305,8 @@ def _attend(children: dict[int, int], stop: StopRequest) -> int:
 
 
 def new_token() -> str:
-    """The token of a new emulation: this process, and when it began. First ends what killed emulations have left."""
+    """Return a token for a new emulation: this process's number and start. First end the processes of emulations that
+    were killed."""
     for token in {token for _, token in _others() if token}:
         if _began(token.partition("-")[0]) != token:
             kill_all(token, ())
@@ -305,11 +314,12 @@ def new_token() -> str:
 
 
 def kill_all(token: str, namespaces: Collection[int]) -> int:
-    """Kills every process that was started with the token, or is in one of the namespaces (inodes). Not this one."""
+    """Kill every process that was started with the token, or is in one of the namespaces (inodes), except this one.
+    Return their number."""
     inside = {f"net:[{inode}]" for inode in namespaces}
     killed = 0
     for entry, own_token in _others():
-        with contextlib.suppress(OSError):  # it may end while we look
+        with contextlib.suppress(OSError):  # the process may end meanwhile
             if str((entry / "ns" / "net").readlink()) in inside or own_token == token:
                 os.kill(int(entry.name), signal.SIGKILL)
                 killed += 1
@@ -317,8 +327,8 @@ def kill_all(token: str, namespaces: Collection[int]) -> int:
 
 
 def _others() -> Iterator[tuple[Path, str]]:
-    """The other processes of this host that we may look into, by their folders, with the token that each was started
-    with, "" where there was none."""
+    """Yield the folders in /proc of this host's other processes that may be read, with the token that each was started
+    with ("": none)."""
     mark = f"{TOKEN}=".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -329,7 +339,7 @@ def _others() -> Iterator[tuple[Path, str]]:
 
 
 def _began(process: str) -> str:
-    """A process by its number and the time of its start, in ticks; "" where there is none."""
+    """Return a process's number with its start in clock ticks; "" if there is no such process."""
     try:
         return f"{process}-{Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[19]}"
     except (OSError, IndexError):

@@ -1,9 +1,9 @@
 """`cocodiff papers`: figures of the papers that cocodiff follows, theirs and ours, made again by its own commands.
 
-A file of configs/papers is one paper: `runs`, commands of cocodiff by name; `rows`, each a figure, what the paper says
-of it, and where ours is in what a run has written; `curves`; and `notes` on what the numbers mean. No number of ours
-stands in a file. Runs that --out holds already are not made again, so a killed command goes on where it was. Rows of
-runs `campaign NAME` are of what launch/campaign.pbs has measured in a folder NAME, and stand in a page with --measured.
+A file of configs/papers is one paper. It has `runs`, commands of cocodiff by name; `rows`, each a figure with the
+paper's value and the place of ours in a run's results; `curves`; and `notes` on the meaning of the numbers. It contains
+no number of ours. Runs whose results are in --out already are not made again, so a killed command continues. Rows of
+runs `campaign NAME` are what launch/campaign.pbs has measured in a folder NAME, and appear with --measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HOME = Path(cocodiff.__file__).parents[1]
 WRITTEN, LOG = "command.txt", "log.txt"
 MADE = {"measured": "measured on this host", "emulated": "on emulated links", "planned": "by the plan"}
 CAMPAIGN = "campaign"
-UNITS = {  # by which a number is multiplied, and how it is shown
+UNITS = {  # by unit: the factor for a number, and its format
     "": (1.0, "{:.2f}"),
     "%": (100.0, "{:.0f} %"),
     "ms": (1e3, "{:.4g} ms"),
@@ -70,45 +70,48 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Run:
-    """A command of cocodiff. made: how it makes figures, a key of MADE. each: what its name and its words are repeated
-    for: a key of both, and for each of its values what the words have in its place."""
+    """A command of cocodiff, or several that differ in some words."""
 
-    made: str
-    command: str
+    made: str  # how its figures are made, a key of MADE
+    command: str  # words of the command, with {keys}
+    # For each {key} in the name and the command: values for the name, each with the words for the command. There is one
+    # command for every combination.
     each: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def named(self, name: str) -> Iterator[tuple[str, list[str]]]:
-        """Names and words of its commands."""
+        """Yield the name and the words of each command. name: the name with its {keys}."""
         for chosen in itertools.product(*(values.items() for values in self.each.values())):
             keys = dict(zip(self.each, (key for key, _ in chosen), strict=True))
             words = dict(zip(self.each, (words for _, words in chosen), strict=True))
-            # twice, as what stands for one key may name another
+            # Twice, as the words for one key may contain another key.
             yield name.format(**keys), shlex.split(self.command.format(**words).format(**words))
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A file of configs/papers. setting: theirs, and what stands in its place here; notes: Markdown. A row's `paper` is
-    what the paper says; `said`, of rows that are repeated, by their `what`."""
+    """A file of configs/papers."""
 
     title: str
     source: str
-    setting: str
+    setting: str  # the paper's machine and models, and what replaces them here
     runs: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]]  # `paper`: the paper's value; `said`: the same for repeated rows, by their `what`
     curves: Sequence[Mapping[str, Any]] = ()
-    notes: str = ""
+    notes: str = ""  # Markdown
 
     @classmethod
     def load(cls, name: str) -> Paper:
+        """Return the paper of a name in configs/papers."""
         return cls(**read_yaml(find_shipped("paper", "papers", name)))
 
     @property
     def commands(self) -> dict[str, Run]:
+        """The paper's commands, by the name with its {keys}."""
         return {name: Run(**run) for name, run in self.runs.items()}
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run the subcommand, and return its exit code."""
     values = parse("papers", "Makes the papers' figures again.", OPTIONS, words)
     if not launch.speaks:
         return 0
@@ -155,24 +158,26 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 class Command(NamedTuple):
-    """One command of a paper's. folder: of what it writes."""
+    """One command of a paper."""
 
     name: str
-    paper: str
-    words: Sequence[str]
-    folder: Path
+    paper: str  # name of the paper
+    words: Sequence[str]  # words after `cocodiff`
+    folder: Path  # folder of its results and its log
 
     @property
     def shown(self) -> str:
+        """The command as a user would type it."""
         return shlex.join(["cocodiff", *self.words])
 
     @property
     def is_made(self) -> bool:
+        """True if its results are in the folder."""
         written = self.folder / WRITTEN
         return written.is_file() and written.read_text() == self.shown
 
     def make(self) -> None:
-        """Runs it, in the folder that its files' names are of, unless it has been. Raises UserError where it fails."""
+        """Run it in cocodiff's own folder, unless it has been run. Raise UserError if it fails."""
         if self.is_made:
             return
         started, folder = time.monotonic(), self.folder
@@ -189,7 +194,8 @@ class Command(NamedTuple):
 
 
 def read_result(folder: Path) -> Any:
-    """The document that a command of ours leaves; lines of a sweep as its rows."""
+    """Return the document that a command has written; lines of a sweep become its "rows". Raise UserError if there is
+    none."""
     path = next((folder / name for name in RESULTS if (folder / name).is_file()), None)
     if path is None:
         raise UserError(f"{folder} holds none of {', '.join(RESULTS)}: remove it and run that again")
@@ -201,7 +207,7 @@ def read_result(folder: Path) -> Any:
 
 
 def read_campaign(folder: Path) -> dict[str, Any]:
-    """What launch/campaign.pbs has measured, by the names that rows have for it."""
+    """Return the measurements of launch/campaign.pbs, by the names that rows have for them."""
     found = {path: read_result(path.parent) for path in sorted(folder.glob("*/bench.json"))}
     if not found:
         raise UserError(f"--measured {folder} holds no */bench.json: run launch/campaign.pbs into it")
@@ -216,8 +222,13 @@ def read_campaign(folder: Path) -> dict[str, Any]:
 
 
 def numbers_of(results: Mapping[str, Any], of: Mapping[str, Any]) -> list[float]:
-    """The numbers at a place: `run`, a pattern of commands' names; `rows`, what the rows have that are meant, of the
-    document's `list` ("rows"); `take`, a number there, dotted. Without `rows` the number is the document's."""
+    """Return the numbers at a place in the results.
+
+    Args:
+        results: documents by name of their command
+        of: the place. `run`: a pattern of names; `rows`: values that select rows; `list`: the rows' name in the
+            document (default "rows"); `take`: the number's dotted path in a row, or in the document if `rows` is absent
+    """
     found = []
     for name, document in results.items():
         if not re.fullmatch(of["run"], name):
@@ -230,7 +241,7 @@ def numbers_of(results: Mapping[str, Any], of: Mapping[str, Any]) -> list[float]
 
 
 def at(document: Any, path: str) -> Any:
-    """What a document has at a dotted path; None where it has nothing."""
+    """Return the value at a dotted path of a document; None if it is absent."""
     if isinstance(document, dict) and path in document:
         return document[path]
     first, _, rest = path.partition(".")
@@ -239,8 +250,11 @@ def at(document: Any, path: str) -> Any:
 
 
 def repeated(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for every value of its `each`, {key} standing for it; one that is nothing but {key} is the value itself. A
-    value with keys of its own stands for these, and for what the row says of `paper`."""
+    """Yield a row for every combination of values in its `each`, with {key} replaced by the value.
+
+    A text that is only {key} becomes the value itself. A value that is a mapping replaces each of its keys, and its
+    `paper` replaces the row's.
+    """
     for values in itertools.product(*row.get("each", {}).values()):
         pairs = zip(row.get("each", {}), values, strict=True)
         keys = {a: b for key, value in pairs for a, b in (value if isinstance(value, dict) else {key: value}).items()}
@@ -249,6 +263,7 @@ def repeated(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def filled(part: Any, keys: Mapping[str, Any]) -> Any:
+    """Return a part of a row with each {key} in its texts replaced."""
     if isinstance(part, dict):
         return {filled(key, keys): filled(value, keys) for key, value in part.items()}
     if not isinstance(part, str):
@@ -261,8 +276,11 @@ def filled(part: Any, keys: Mapping[str, Any]) -> Any:
 
 
 def value_of(results: Mapping[str, Any], row: Mapping[str, Any]) -> float | None:
-    """The mean of what `of` means, or of its ratios to what `over` means (or differences: `minus`), which has what it
-    lacks of `of`."""
+    """Return the mean of the numbers at `of`; None if there are none.
+
+    With `over` (or `minus`) it is the mean of their ratios to (or differences from) the numbers at that place, which
+    has the missing keys from `of`.
+    """
     numbers = numbers_of(results, row["of"])
     for name, operation in (("over", operator.truediv), ("minus", operator.sub)):
         if name in row:
@@ -272,6 +290,7 @@ def value_of(results: Mapping[str, Any], row: Mapping[str, Any]) -> float | None
 
 
 def shown(value: float | None, unit: str) -> str:
+    """Return a value in a unit as text, "-" for None."""
     factor, words = UNITS[unit]
     return "-" if value is None else words.format(value * factor)
 
@@ -280,7 +299,8 @@ def shown(value: float | None, unit: str) -> str:
 
 
 def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, asked: Sequence[str]) -> str:
-    """A paper's part of the page. asked: runs that were to be made; what was neither asked for nor made is left out."""
+    """Return a paper's part of the page. asked: names of the requested runs. Rows of runs that were neither requested
+    nor made are left out."""
     lines = [f"## {paper.title}", textwrap.fill(f"{paper.source}. {paper.setting}", LINE), ""]
     every = {one: run.made for name_of, run in paper.commands.items() for one, _ in run.named(name_of)}
     every |= {one: "measured" for one in results if one.startswith(CAMPAIGN)}
@@ -290,7 +310,7 @@ def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, a
         value, name_of = value_of(results, row), row["of"]["run"]
         if value is None and not any(re.fullmatch(name_of, one) for one in asked):
             continue
-        why = "" if row.get("why") == told else row.get("why", "")  # once for rows that follow one another
+        why = "" if row.get("why") == told else row.get("why", "")  # only once for consecutive rows
         told = row.get("why", "")
         how = next(made for one, made in every.items() if re.fullmatch(name_of, one))
         said = row.get("said", {}).get(row["what"], row.get("paper", ""))
@@ -311,7 +331,8 @@ def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, a
 
 
 def draw(path: Path, curve: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
-    """A picture of lines of points, of which each coordinate is a value as rows have it; False where there is none."""
+    """Draw lines of points, whose coordinates are values as of rows, into a file. Return False if there are no
+    points."""
     from matplotlib.figure import Figure
 
     lines = dict[str, list[tuple[float, float]]]()

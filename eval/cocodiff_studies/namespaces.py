@@ -1,9 +1,9 @@
 """Network namespaces without names: each lives as long as a process is in it or a descriptor of it is open.
 
-So nothing stays behind when the process that made them dies, however it dies, and two emulations cannot collide.
+So nothing remains when the process that made them dies, however it dies, and two emulations cannot collide.
 
-`python -m cocodiff_studies.namespaces PROGRAM...` is a rank of an MPI launcher that enters its tile and then
-becomes the program. The launcher starts all ranks alike; which tile is a rank's own it learns from the launcher's
+`python -m cocodiff_studies.namespaces PROGRAM...` is a rank of an MPI launcher that enters its tile and then becomes
+the program. The launcher starts all ranks in the same way; a rank finds its tile by its number in the launcher's
 environment.
 """
 
@@ -26,6 +26,7 @@ TILES = "COCODIFF_EMULATION_TILES"  # the paths of the tiles' namespaces, by ran
 
 
 def _system(call: str, *arguments: int) -> None:
+    """Call a function of the C library. Raise OSError if it fails."""
     if getattr(ctypes.CDLL(None, use_errno=True), call)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), call)
@@ -35,7 +36,8 @@ class Namespace:
     """An open network namespace."""
 
     def __init__(self) -> None:
-        """Makes one; the calling thread stays where it is. Raises PermissionError without the right to."""
+        """Make a namespace. The calling thread stays where it is. Raise PermissionError without the right to make
+        one."""
         home = os.open(OWN, os.O_RDONLY)
         try:
             _system("unshare", CLONE_NEWNET)
@@ -46,20 +48,21 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """A path that other processes of the same user can open while this one lives."""
+        """A path that other processes of the same user can open while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     @property
     def inode(self) -> int:
+        """The inode by which the kernel identifies the namespace."""
         return os.fstat(self.descriptor).st_ino
 
     def enter(self) -> None:
-        """Moves the calling thread here for good."""
+        """Move the calling thread into the namespace for good."""
         _system("setns", self.descriptor, CLONE_NEWNET)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Moves the calling thread here and back."""
+        """Move the calling thread into the namespace for the block, and back."""
         home = os.open(OWN, os.O_RDONLY)
         try:
             self.enter()
@@ -69,7 +72,8 @@ class Namespace:
             os.close(home)
 
     def run(self, program: str, lines: Sequence[str]) -> None:
-        """Runs lines of `ip` or `tc` here, in one batch. Raises UserError with what the program said."""
+        """Run lines of `ip` or `tc` in the namespace, in one batch. Raise UserError with the program's message if it
+        fails."""
         with self.inside():
             text = "\n".join(lines) + "\n"
             done = subprocess.run([program, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
@@ -78,16 +82,18 @@ class Namespace:
             raise UserError(f"cannot set the emulated network up: {program} says: {said}")
 
     def set(self, settings: dict[str, str]) -> None:
-        """Writes kernel settings (below /proc/sys/net) of this namespace."""
+        """Write kernel settings (below /proc/sys/net) of the namespace."""
         with self.inside():
             for name, value in settings.items():
                 Path("/proc/sys/net", name).write_text(value)
 
     def close(self) -> None:
+        """Close the descriptor."""
         os.close(self.descriptor)
 
 
 def main(words: Sequence[str]) -> None:
+    """Enter this rank's tile and become the program `words`."""
     try:
         rank = detect().rank
     except UserError as error:

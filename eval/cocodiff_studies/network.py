@@ -1,9 +1,9 @@
 """The emulated network of a topology: namespaces, links, rates and routes, all as on the machine but slower.
 
-Every tile is a namespace with its address on an empty bridge; every sibling and Xe link a veth pair with a token
-bucket at both ends; every NIC a namespace between its tiles and the switch. Traffic between planes of different cards
-is routed over the sibling, so what two hops contend for is contended for. Rates are measured with TCP streams of half a
-second, one of each kind of link at a time.
+Every tile is a namespace with its address on an empty bridge. Every sibling and Xe link is a veth pair with a token
+bucket at both ends. Every NIC is a namespace between its tiles and the switch. Traffic between planes of different
+cards is routed over the sibling, so two hops contend for the same links as on the machine. Rates are measured with TCP
+streams of half a second, for one kind of link at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from cocodiff.config.machine import Topology
 from cocodiff.topology.links import next_hops, wires
 from cocodiff_studies.namespaces import Namespace
 
-BRIDGE = "tile"  # carries a tile's address; what programs name as their network interface
-FINE_BELOW_MBIT = 10.0  # slower links get small packets, so that what a bucket lets through at once stays small
+BRIDGE = "tile"  # network interface with a tile's address, for programs to name
+FINE_BELOW_MBIT = 10.0  # Mbit/s below which links get small packets, so that a bucket's bursts stay small
+# kernel settings of every namespace
 SETTINGS = {
     "ipv4/ip_forward": "1",
     "ipv4/conf/all/rp_filter": "0",
@@ -33,27 +34,29 @@ SETTINGS = {
     "ipv4/tcp_early_retrans": "0",
     "ipv4/tcp_no_metrics_save": "1",
 }
-START_S, STOP_S = 0.15, 0.5  # what is counted of a stream: not its start
+START_S, STOP_S = 0.15, 0.5  # seconds of a stream between which its bytes are counted
 ROUTE = "initcwnd 20 rto_min 5s congctl cubic"
 Key = tuple[str, int, int]  # ("tile", rank, 0), ("nic", node, nic) or ("switch", 0, 0)
 
 
 def mbit_s(gb_s: float, scale: float) -> float:
-    """The emulated rate of a link."""
+    """Return the emulated rate of a link in Mbit/s. scale: the factor by which links are slower."""
     return gb_s * 8e3 / scale
 
 
 def address(rank: int) -> str:
+    """Return the IP address of a rank's tile."""
     return f"10.77.{rank // 250}.{rank % 250 + 1}"
 
 
 class Network:
-    """All namespaces of an emulated topology, for as long as `open` lasts."""
+    """The namespaces of an emulated topology. `open` is their lifetime."""
 
     def __init__(self, topology: Topology, scale: float) -> None:
         self.topology, self.scale = topology, scale
         self.spaces: dict[Key, Namespace] = {}
-        self._ip: dict[Key, list[str]] = defaultdict(list)  # links of a namespace, then addresses and routes
+        # Lines of `ip` and `tc` by namespace: links and addresses, then routes, then rate limits.
+        self._ip: dict[Key, list[str]] = defaultdict(list)
         self._routes: dict[Key, list[str]] = defaultdict(list)
         self._tc: dict[Key, list[str]] = defaultdict(list)
         links = topology.machine.links
@@ -64,6 +67,7 @@ class Network:
     @classmethod
     @contextmanager
     def open(cls, topology: Topology, scale: float) -> Iterator[Network]:
+        """Build the network for the length of a block. scale: the factor by which links are slower."""
         network = cls(topology, scale)
         try:
             network.build()
@@ -73,10 +77,12 @@ class Network:
                 space.close()
 
     def tile(self, rank: int) -> Namespace:
+        """Return the namespace of a rank's tile."""
         return self.spaces["tile", rank, 0]
 
     def build(self) -> None:
-        """Raises PermissionError without the right to, UserError with what `ip` or `tc` said."""
+        """Make the namespaces, links, routes and limits. Raise PermissionError without the right to, and UserError with
+        the message of `ip` or `tc` if one fails."""
         for rank in range(self.topology.size):
             self._add_tile(("tile", rank, 0), address(rank))
         for wire in wires(self.topology):
@@ -99,11 +105,12 @@ class Network:
                 space.run("tc", self._tc[key])
 
     def _add_tile(self, key: Key, own: str) -> None:
+        """Make a namespace with a bridge that has the address `own`."""
         self.spaces[key] = Namespace()
         self._ip[key] += [f"link add {BRIDGE} type bridge", f"addr add {own}/32 dev {BRIDGE}", f"link set {BRIDGE} up"]
 
     def _join(self, one: tuple[Key, str], other: tuple[Key, str], gb_s: float | None) -> None:
-        """A veth pair, limited in both directions, or not at all."""
+        """Connect two namespaces by a veth pair, limited in both directions to a rate (None: not limited)."""
         (here, name), (there, peer) = one, other
         self._ip[here].append(
             f"link add {name} mtu {self._mtu} type veth peer name {peer} mtu {self._mtu} "
@@ -116,7 +123,8 @@ class Network:
                 self._tc[key].append(f"qdisc add dev {device} root tbf {limit}")
 
     def _add_nics(self) -> None:
-        """Tiles reach their NIC at any rate; the NIC and the switch are limited."""
+        """Make the NICs and the switch. Tiles reach their NIC at any rate; links between NICs and the switch are
+        limited."""
         topology, switch = self.topology, ("switch", 0, 0)
         self._add_tile(switch, "10.79.0.1")
         for place in topology.places:
@@ -133,17 +141,17 @@ class Network:
 
 
 class Rate(NamedTuple):
-    """Of one stream between two ranks, in Mbit/s."""
+    """The rate of one stream between two ranks."""
 
-    kind: str
+    kind: str  # class of the link
     source: int
     target: int
-    nominal: float
-    measured: float
+    nominal: float  # Mbit/s
+    measured: float  # Mbit/s
 
 
 def measure_rates(network: Network) -> list[Rate]:
-    """One stream for each class of link that the topology has, one after the other."""
+    """Return the rate of one stream for each class of link that the topology has, measured one after the other."""
     links = network.topology.machine.links
     gb_s = {"sibling": links.sibling_gb_s, "plane": links.plane_gb_s, "node": links.nic_gb_s}
     gb_s["cross_plane"] = min(links.sibling_gb_s, links.plane_gb_s)
@@ -154,7 +162,8 @@ def measure_rates(network: Network) -> list[Rate]:
 
 
 def representative_pairs(topology: Topology) -> dict[str, tuple[int, int]]:
-    """Class of link -> two ranks that it joins: the last such pair for siblings, the first one for all others."""
+    """Return two ranks for each class of link between them: for siblings the last such pair, for others the first
+    one."""
     pairs: dict[str, tuple[int, int]] = {}
     for a, b in combinations(range(topology.size), 2):
         kind = topology.link_class(a, b) or ""
@@ -164,7 +173,7 @@ def representative_pairs(topology: Topology) -> dict[str, tuple[int, int]]:
 
 
 def stream_rate(network: Network, source: int, target: int) -> float:
-    """Mbit/s of a TCP stream whose sockets belong to the two ranks' namespaces; 0 where nothing arrives."""
+    """Return the Mbit/s of a TCP stream between the namespaces of two ranks; 0 if nothing arrives."""
     with network.tile(target).inside():
         listener = socket.create_server((address(target), 0))
     with listener:
@@ -174,7 +183,7 @@ def stream_rate(network: Network, source: int, target: int) -> float:
     receiver.settimeout(5.0)
 
     def send() -> None:
-        with suppress(OSError):  # the receiver has what it wanted, or nothing arrives
+        with suppress(OSError):  # the receiver has closed, or nothing arrives
             while True:
                 sender.send(bytes(1 << 16))
 

@@ -1,8 +1,8 @@
 """`cocodiff plan --paper`: the CoCoDiff paper's cases, planned on a machine that is fitted to its Figure 11.
 
-Three constants are fitted on Figure 11 alone: a message's latency, and the parts of their nominal rates that links on a
+Three constants are fitted to Figure 11 alone: a message's latency, and the parts of their nominal rates that links on a
 card and all slower links reach. Everything else is predicted with them. Nothing is fitted to the predicted figures,
-which `cocodiff papers` makes of these rows (configs/papers/cocodiff.yaml).
+which `cocodiff papers` makes from these rows (configs/papers/cocodiff.yaml).
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from cocodiff.planner.layers import plan_step
 from cocodiff.planner.memory import fullest, largest_batch
 
 FITTED = ("latency_us", "sibling", "plane")
-TIED = ("plane", "nic")  # Figure 11 is of one node: NICs are taken to reach the same part of their rate as Xe links
+TIED = ("plane", "nic")  # Figure 11 is of one node: NICs are assumed to reach the same part of their rate as Xe links
 BASELINES = ("flat_serial", "flat")  # one peer at a time, and all at once
-LARGEST_BATCH = 32  # the paper's
+LARGEST_BATCH = 32  # the paper's largest batch
 VARIANTS = (*BASELINES, "tapa", "v_first", "cocodiff")
 
 
 def figure_11(baseline: str) -> dict[str, Measured]:
-    """The statements of the paper's text on Figure 11, with the baseline read as an exchange of ours, and a message
-    size as a rank's whole tensor (14 MB in the paper's running example; q, k and v are 14.2 MB). Phase 1 "stays at
-    0.3-0.5 ms" from 3 to 48 MB; phase 2 takes 6.0 and oneCCL 25.5 ms at 48 MB; oneCCL over TAPA is 3.0 at 24 MB and 1
-    at 6 MB."""
+    """Return the measurements that the paper's text gives for Figure 11. The baseline is read as an exchange of ours.
+
+    A message size is read as a rank's whole tensor: 14 MB in the paper's running example, where each of q, k and v has
+    14.2 MB. Phase 1 "stays at 0.3-0.5 ms" from 3 to 48 MB; phase 2 takes 6.0 and oneCCL 25.5 ms at 48 MB; oneCCL over
+    TAPA is 3.0 at 24 MB and 1 at 6 MB.
+    """
     return {
         "TAPA, phase 1, 3 MB": Measured("tapa", 3, 0.3e-3, "phase1"),
         "TAPA, phase 1, 48 MB": Measured("tapa", 48, 0.5e-3, "phase1"),
@@ -45,17 +47,18 @@ def figure_11(baseline: str) -> dict[str, Measured]:
 
 
 def fit_figure_11(machine: Machine, baseline: str = "flat_serial") -> Fit:
+    """Fit the constants of one of the machine's nodes to Figure 11."""
     topology = Topology.build(replace(machine, nodes=None), machine.tiles_per_node or 12)
     return fit(topology, [*figure_11(baseline).values()], Constants(), FITTED, TIED)
 
 
 class Run(NamedTuple):
-    """A case. batch None: the largest that the plan's memory holds, at most the paper's."""
+    """A case of the paper."""
 
-    model: str
-    size: int
+    model: str  # a name in configs/models
+    size: int  # pixels of the image's side
     nodes: int
-    batch: int | None = 1
+    batch: int | None = 1  # None: the largest that fits the planned memory, up to the paper's
 
 
 MODELS = ("sd3.5-paper", "qwen-image", "flux.1", "flux.2")
@@ -64,17 +67,20 @@ CASES = {
     "several nodes": [Run(model, 1536, nodes, None) for model in MODELS for nodes in (2, 4, 8)],
     "besides": [Run("qwen-image", 768, 2), Run("qwen-image", 2304, 2), Run("sd3.5-paper", 1536, 1, None)],
 }
-DEGREES = {1: 12, 2: 24, 4: 48, 8: 48}  # of Ulysses in the paper, by nodes
+DEGREES = {1: 12, 2: 24, 4: 48, 8: 48}  # the paper's degree of Ulysses, by nodes
 
 
 class Planned:
-    """What the plan says of cases on a machine."""
+    """The plans of the paper's cases on one machine."""
 
     def __init__(self, machine: Machine, shape_of: Callable[[str], ModelShape] = load_shape) -> None:
         self.machine, self._shape_of = replace(machine, nodes=None), cache(shape_of)
 
     def rows(self, where: str, run: Run) -> Iterator[dict[str, Any]]:
-        """One a variant; none where CoCoDiff's caches do not fit a tile beside the rest."""
+        """Yield one row for each variant of a case; none if CoCoDiff's caches do not fit a tile beside the rest.
+
+        where: the kind of cases, a key of CASES.
+        """
         memory, case = self.machine.device.memory or 0, self._case(run, "cocodiff")
         if run.batch is None:
             run = run._replace(batch=min(LARGEST_BATCH, largest_batch(case, memory)))
@@ -87,8 +93,10 @@ class Planned:
             yield {"cases": where} | run._asdict() | {"variant": variant} | times
 
     def _case(self, run: Run, variant: str) -> Case:
-        """Ranks beyond the paper's degree of Ulysses, or the heads, are in rings. variant: a preset, or
-        "flat_serial"."""
+        """Return a case to plan. Ranks beyond the paper's degree of Ulysses, or beyond the heads, form rings.
+
+        variant: a preset, or "flat_serial".
+        """
         shape = self._shape_of(run.model)
         topology = Topology.build(self.machine, run.nodes * (self.machine.tiles_per_node or 12))
         most = min(shape.heads, DEGREES.get(run.nodes, 48))
@@ -101,12 +109,12 @@ class Planned:
 
 
 def run_paper(values: dict[str, Any]) -> dict[str, Any]:
-    """Says how Figure 11 is fitted, and the cases; what stands of them in plan.json."""
+    """Print the fit to Figure 11 and the planned cases. Return their entries of plan.json."""
     machine = load_machine(values["machine"])
     fits = {baseline: fit_figure_11(machine, baseline) for baseline in BASELINES}
     say("\n".join(lines_of(fits)))
     constants = fits["flat_serial"].constants
-    # Figure 11 does not tell what launches and the host's waits for them cost, nor what its library kept of a tile.
+    # Figure 11 does not give the cost of launches and of the host's waits, nor the library's memory on a tile.
     free = replace(machine, device=replace(machine.device, launch_us=0, wait_us=0, library_mib=0, across_mib=0))
     planned = Planned(constants.machine(free))
     rows = [row for where, runs in CASES.items() for run in runs for row in planned.rows(where, run)]
@@ -122,7 +130,7 @@ def run_paper(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines_of(fits: dict[str, Fit]) -> list[str]:
-    """The fits by reading of the baseline, and the table of the one that is taken."""
+    """Return lines with the fits for each reading of the baseline, and the table of the one that is used."""
     lines = [f"Figure 11 fitted with {', '.join(FITTED)} (of NICs as of Xe links):"]
     lines.append(f"{'baseline':<26}{'latency us':>11}{'sibling':>9}{'slower':>9}{'rms':>8}")
     for name, one in fits.items():

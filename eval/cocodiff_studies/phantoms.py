@@ -1,11 +1,11 @@
-"""Procedural grey slices that look like microtomography: what the embedded model was trained on, and held-out ones.
+"""Procedural grey slices that look like microtomography: the embedded model's training data, and held-out slices.
 
 Families: *organ* (wobbly outline, laminae, mirrored ventricles and nuclei, midline, capsule, vessels, cells; one
 anatomy that varies from slice to slice, as in scans of one kind of specimen), *mineral* (tooth or bone: bright shells
-around a darker interior, cavities, cracks, trabeculae, an empty background) and *porous*. All get the scanner's own
-marks: ring artefacts, cupping and noise. A seed gives the same pixels every time; seeds from `HELD_OUT_SEEDS` are never
-used in training. Every specimen is defined by distances to points, fields and outlines in specimen coordinates, so that
-a zoomed view shows new detail.
+around a darker interior, cavities, cracks, trabeculae, an empty background) and *porous*. All have a scanner's
+artefacts: rings, cupping and noise. A seed gives the same pixels every time; seeds in `HELD_OUT_SEEDS` are never used
+in training. Every specimen is defined by distances to points, fields and outlines in specimen coordinates, so a zoomed
+view shows new detail.
 
     python -m cocodiff_studies.phantoms --count 20 --out held_out.tif
     python -m cocodiff_studies.phantoms --family mixed --count 20000 --out phantoms
@@ -25,14 +25,14 @@ Array = NDArray[np.float64]
 Image = NDArray[np.float32]
 
 SIZE = 96
-# Kept for tests and reports: training uses `range(n)` with n far below the first of them.
+# Seeds for tests and reports only: training uses `range(n)` with n far below the first of them.
 HELD_OUT_SEEDS = range(1_000_000, 1_001_000)
-SHARES = {"organ": 0.5, "mineral": 0.35, "porous": 0.15}  # how often each family is drawn in the training mixture
-STACK = 80  # slices in a file: of deeper stacks `cocodiff train` takes patches along y and x as well
+SHARES = {"organ": 0.5, "mineral": 0.35, "porous": 0.15}  # probability of each family in the training mixture
+STACK = 80  # slices in a file: from deeper stacks `cocodiff train` takes patches along y and x as well
 # The organ's grey, relative to its mean, from the rim (first) to a depth of 0.5 (last).
 LAMINAE = np.array([0.02, 0.03, -0.01, 0.0, 0.02, 0.0, -0.02, 0.01, 0.02])
-# Mirrored parts of the organ: distance from the midline, height, the two radii, turn (radians), contrast. The first are
-# the ventricles; any other pair may be absent.
+# Mirrored parts of the organ: distance from the midline, height, the two radii, turn (radians), contrast. The first
+# pair is the ventricles; any other pair may be absent.
 PAIRS = (
     (0.17, 0.04, 0.075, 0.22, -0.5, -0.25),
     (0.44, 0.12, 0.13, 0.19, -0.3, 0.09),
@@ -42,8 +42,11 @@ PAIRS = (
 
 
 class View:
-    """The window a slice is seen through: specimen coordinates of every pixel, and the way back from points to pixels.
-    At zoom 1 the window is the square [-1, 1]^2; at zoom z it is 1/z as wide, somewhere inside that square."""
+    """The window through which a slice is seen: the specimen coordinates of every pixel, and the mapping of points to
+    pixels.
+
+    At zoom 1 the window is the square [-1, 1]^2; at zoom z it is 1/z as wide, somewhere inside that square.
+    """
 
     def __init__(self, generator: np.random.Generator, zoom: float) -> None:
         reach = 0.75 * (1 - 1 / zoom)
@@ -53,7 +56,8 @@ class View:
         self.x_HW, self.y_HW = np.meshgrid(self.centre[0] + axis / zoom, self.centre[1] + axis / zoom)
 
     def splat(self, points_N2: Array, weights_N: Array, width: float) -> Array:
-        """Points blurred to a Gaussian of `width` (specimen units); a lone point of weight 1 peaks at about 1."""
+        """Return points blurred to a Gaussian of `width` (specimen units); a single point of weight 1 peaks at about
+        1."""
         pixels_N2 = ((points_N2 - self.centre) * self.zoom + 1) * SIZE / 2 - 0.5
         sigma = max(width * self.zoom * SIZE / 2, 0.5)
         margin = int(3 * sigma) + 1
@@ -72,12 +76,12 @@ class View:
 
 
 def smooth_step(depth_HW: Array, width: float) -> Array:
-    """0 outside, 1 inside, rising over about `width` around depth 0."""
+    """Return 0 outside and 1 inside, rising over about `width` around depth 0."""
     return 1 / (1 + np.exp(np.clip(-4 * depth_HW / width, -40, 40)))
 
 
 def wobbly_depth(view: View, generator: np.random.Generator, centre: Array, radii: Array, wobble: float) -> Array:
-    """Depth below a closed wobbly outline, in specimen units (negative outside)."""
+    """Return the depth of every pixel below a closed wobbly outline, in specimen units (negative outside)."""
     u, v = along_axes(view, centre, radii, generator.uniform(0, np.pi))
     radius, theta = np.hypot(u, v), np.arctan2(v, u)
     outline = np.ones_like(radius)
@@ -87,19 +91,19 @@ def wobbly_depth(view: View, generator: np.random.Generator, centre: Array, radi
 
 
 def ellipse_depth(view: View, centre: Array, radii: Array, angle: float) -> Array:
-    """Depth below an ellipse's rim, in specimen units (negative outside)."""
+    """Return the depth of every pixel below an ellipse's rim, in specimen units (negative outside)."""
     return (1 - np.hypot(*along_axes(view, centre, radii, angle))) * radii.min()
 
 
 def along_axes(view: View, centre: Array, radii: Array, angle: float) -> tuple[Array, Array]:
-    """Coordinates of every pixel along the axes of a turned ellipse, in its radii."""
+    """Return the coordinates of every pixel along the two axes of a turned ellipse, in units of its radii."""
     dx, dy = view.x_HW - centre[0], view.y_HW - centre[1]
     u = (np.cos(angle) * dx + np.sin(angle) * dy) / radii[0]
     return u, (np.cos(angle) * dy - np.sin(angle) * dx) / radii[1]
 
 
 def bezier(view: View, generator: np.random.Generator, reach: float, width: float) -> Array:
-    """A curved line of the given width (specimen units), about 1 on its ridge."""
+    """Return a curved line of the given width (specimen units), about 1 on its ridge."""
     ends_32 = generator.uniform(-reach, reach, (3, 2))
     t = np.linspace(0, 1, 240)[:, None]
     points_N2 = (1 - t) ** 2 * ends_32[0] + 2 * t * (1 - t) * ends_32[1] + t**2 * ends_32[2]
@@ -109,7 +113,7 @@ def bezier(view: View, generator: np.random.Generator, reach: float, width: floa
 
 
 def texture(view: View, generator: np.random.Generator, width: float) -> Array:
-    """Smooth random field of unit standard deviation; `width` is its grain in specimen units."""
+    """Return a smooth random field of unit standard deviation. `width` is its grain in specimen units."""
     sigma = width * view.zoom * SIZE / 2
     # A wide grain is made on a small grid and stretched: blurring at full size would take most of the slice's time.
     factor = max(1, int(sigma / 2))
@@ -125,8 +129,8 @@ def texture(view: View, generator: np.random.Generator, width: float) -> Array:
 
 
 def porous(view: View, generator: np.random.Generator) -> Array:
-    """Sintered or sedimentary: two or three phases with curved borders at one or two scales, with a background around
-    half of them."""
+    """Return a sintered or sedimentary specimen: two or three phases with curved borders at one or two scales. Half of
+    them are surrounded by background."""
     count = generator.integers(2, 4)
     greys = np.linspace(generator.uniform(0.1, 0.4), generator.uniform(0.6, 0.95), count)
     grain, edge = generator.uniform(0.04, 0.22), generator.uniform(0.15, 0.5)
@@ -144,9 +148,11 @@ def porous(view: View, generator: np.random.Generator) -> Array:
 
 
 def organ(view: View, generator: np.random.Generator) -> Array:
-    """Soft tissue: a mirrored, layered organ in a capsule, before the scanner's artefacts. All organs share one anatomy
-    (`LAMINAE`, `PAIRS`): sizes, places and greys vary around it. So what lies deep inside a hole can be guessed from
-    what is seen around it, by who knows the anatomy."""
+    """Return soft tissue: a mirrored, layered organ in a capsule, without the scanner's artefacts.
+
+    All organs share one anatomy (`LAMINAE`, `PAIRS`): sizes, places and greys vary around it. So a model that knows the
+    anatomy can guess the inside of a hole from its surroundings.
+    """
     tilt = generator.normal(0, 0.15)
     middle = generator.normal(0, 0.05, 2)
     radii = generator.uniform(0.74, 0.9, 2)
@@ -181,7 +187,7 @@ def organ(view: View, generator: np.random.Generator) -> Array:
 
 
 def mineral(view: View, generator: np.random.Generator) -> Array:
-    """Tooth or bone: nested smooth shells with sharp rims, cavities, cracks, maybe trabeculae, on an empty
+    """Return a tooth or bone: nested smooth shells with sharp rims, cavities, cracks, maybe trabeculae, on an empty
     background."""
     middle = generator.normal(0, 0.15, 2)
     radii = generator.uniform(0.45, 0.95) * generator.uniform(0.75, 1.1, 2)
@@ -211,7 +217,7 @@ def mineral(view: View, generator: np.random.Generator) -> Array:
     return image
 
 
-# Each gives the grey of a specimen, float64 [96, 96], before the scanner's marks.
+# Functions that return the grey values of a specimen, float64 [96, 96], without the scanner's artefacts.
 FAMILIES: dict[str, Callable[[View, np.random.Generator], Array]] = {
     "organ": organ,
     "mineral": mineral,
@@ -220,7 +226,8 @@ FAMILIES: dict[str, Callable[[View, np.random.Generator], Array]] = {
 
 
 def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
-    """Adds the marks of a scanner: cupping, rings around the rotation axis, grainy and white noise."""
+    """Return a specimen with a scanner's artefacts: blur, cupping, rings around the rotation axis, grainy and white
+    noise."""
     axis = generator.normal(0, 0.03, 2)
     radius = np.hypot(view.x_HW - axis[0], view.y_HW - axis[1])
     # The scanner's point spread, fixed in pixels whatever the zoom.
@@ -236,9 +243,15 @@ def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
 
 
 def make_slice(seed: int, zoom: float = 1.0, family: str = "mixed") -> Image:
-    """One slice, float32 [96, 96], stretched so that its darkest pixel is 0 and its brightest 1. zoom: above 1 it shows
-    a part of the specimen that much larger (new detail, not interpolated pixels), as tiles of big slices do. family:
-    one of `FAMILIES`, or "mixed" for the training mixture. Raises ValueError for others."""
+    """Return one slice, float32 [96, 96], scaled so that its darkest pixel is 0 and its brightest 1. Raise ValueError
+    for a zoom below 1 and an unknown family.
+
+    Args:
+        seed: the same seed gives the same slice
+        zoom: above 1 it shows a part of the specimen that much larger (new detail, not interpolated pixels), as tiles
+            of large slices do
+        family: one of `FAMILIES`, or "mixed" for the training mixture
+    """
     if zoom < 1:
         raise ValueError(f"zoom {zoom}: must be at least 1")
     if family not in ("mixed", *FAMILIES):
@@ -254,8 +267,11 @@ def make_slice(seed: int, zoom: float = 1.0, family: str = "mixed") -> Image:
 
 
 def training_slice(seed: int) -> Image:
-    """A slice of the mixture. Two of five are zoomed up to 4 times and have a part of the grey range: they stand for
-    tiles of a large slice, which see only some of the greys that the whole spans."""
+    """Return a slice of the training mixture.
+
+    Two of five are zoomed up to 4 times and have a part of the grey range. They stand for tiles of a large slice, which
+    see only some of its greys.
+    """
     generator = np.random.default_rng([seed, 1])
     if generator.random() > 0.4:
         return make_slice(seed)
@@ -264,7 +280,7 @@ def training_slice(seed: int) -> Image:
 
 
 def main() -> None:
-    """Writes slices as uint16 TIFF: held-out ones of a family as one stack, those of the mixture as a folder of
+    """Write slices as uint16 TIFF: held-out ones of a family as one stack, those of the mixture as a folder of
     stacks."""
     import tifffile
 

@@ -1,1 +1,2 @@
-"""cocodiff's hot data movement as SYCL: sources, the C library that compiles and launches them, and its cache."""
+"""The operations of cocodiff as SYCL kernels: their sources, the C library that compiles and launches them, and its
+cache."""

@@ -1,8 +1,8 @@
-"""Builds the C library around SYCL and compiles the kernels, once for each machine, and keeps both.
+"""The build of the C library around SYCL and of the kernels, once for each machine, and the cache that keeps both.
 
-The cache is a folder named by what goes in: sources, options, libsycl's version. The C library lies there, and SYCL's
-own cache. One process builds under a lock; others wait and load. All of it is executed, so the folder is this user's
-own (`private.py`).
+The cache is a folder named by a hash of the sources, the options and libsycl's version. It holds the C library and
+SYCL's own cache. One process builds under a lock; others wait and load. All of it is executed, so the folder is this
+user's own (`private.py`).
 """
 
 from __future__ import annotations
@@ -20,31 +20,45 @@ from cocodiff_sycl.find import Runtime, Unavailable, find_compiler, find_runtime
 from cocodiff_sycl.private import private_folder
 
 HERE = Path(__file__).parent
-HOST = ("host.cpp", "moves.hpp", "opencl.hpp", "tensors.hpp")
+HOST = ("host.cpp", "moves.hpp", "opencl.hpp", "tensors.hpp")  # files of the C library
+# files of the kernels
 SOURCES = (
     *("common.hpp", "movement.cpp", "score.cpp", "select.cpp", "norm_rope.cpp", "merge.cpp"),
     *("codes.hpp", "coder.hpp", "residual.cpp", "lossless.cpp"),
 )
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-w", "-fPIC", "-shared")
-# libsycl reads both once, at the first program that it builds, whoever's that is (tried: set later, it keeps no file).
-# Its limits stay: a program of 1 GB at most, by default no limit of all.
+# Environment variables. libsycl reads both once, at the first program that this process builds (tried: if set later, it
+# keeps no file). Its limits stay: at most 1 GB for a program, by default no limit for all.
 PERSISTENT, CACHE = "SYCL_CACHE_PERSISTENT", "SYCL_CACHE_DIR"
-LEFT_S = 3600  # what is half written for longer than that belongs to a process that was killed
+LEFT_S = 3600  # age in seconds from which on a half-written file belongs to a process that was killed
 
 
 def kernel_source(lanes: int, gpu: bool = False) -> str:
-    """All kernels as one text, for so many work-items a row (see common.hpp). gpu: with what a GPU alone can run."""
+    """Return all kernels as one source text.
+
+    Args:
+        lanes: number of work-items that share a row (see common.hpp).
+        gpu: True to include what only a GPU can run.
+    """
     parts = [f'#line 1 "{name}"\n{(HERE / "kernels" / name).read_text()}' for name in SOURCES]
     return "\n".join([f"#define LANES {lanes}", f"#define BLOCK_MESSAGES {int(gpu)}", *parts])
 
 
 def kernel_option(runtime: Runtime) -> bytes:
-    """libsycl 8 cannot link its own device libraries for the CPU device; libsycl 9 rejects the option."""
+    """Return the compiler option for the kernels; b"" for none.
+
+    libsycl 8 cannot link its own device libraries for the CPU device; libsycl 9 rejects the option that leaves them
+    out.
+    """
     return b"-fno-sycl-device-lib=all" if runtime.major <= 8 else b""
 
 
 def cache_folder(runtime: Runtime) -> Path:
-    """Where this version's library and kernels are: below $COCODIFF_CACHE, or the user's cache. Raises Unavailable."""
+    """Return the folder for the C library and kernels of this version, below $COCODIFF_CACHE or the user's cache
+    folder.
+
+    Raise Unavailable if the user has no home folder.
+    """
     content = hashlib.sha256()
     host = [(HERE / name).read_text() for name in HOST]
     for text in (kernel_source(0), *host, *COMPILE_OPTIONS, runtime.version):
@@ -53,6 +67,7 @@ def cache_folder(runtime: Runtime) -> Path:
 
 
 def _top_folder() -> Path:
+    """Return the folder that holds the caches of all versions. Raise Unavailable if there is none."""
     if os.environ.get("COCODIFF_CACHE"):
         return Path(os.environ["COCODIFF_CACHE"])
     try:
@@ -64,12 +79,14 @@ def _top_folder() -> Path:
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds in a folder, and removes what killed ones left there half written. Raises
-    Unavailable where the folder, in here or inside, cannot be written."""
+    """Wait until no other process builds in a folder, and remove files that killed processes left half written.
+
+    Raise Unavailable if the folder cannot be written, also for an OSError inside the `with` block.
+    """
     try:
         with (folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # By age, because locks of some network file systems hold for one host alone.
+            # By age, because locks of some network file systems are valid on one host only.
             for path in folder.glob("*.[0-9]*"):
                 if path.suffix[1:].isdecimal() and time.time() - path.stat().st_mtime > LEFT_S:
                     path.unlink(missing_ok=True)
@@ -79,7 +96,8 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def host_library(runtime: Runtime, folder: Path) -> Path:
-    """The C library, compiled if the folder does not have it. Raises Unavailable."""
+    """Return the path of the C library, which is compiled if the folder does not have it. Raise Unavailable if that
+    fails."""
     target = folder / "libcocodiff_sycl.so"
     if not target.exists():
         with lock(folder):  # a process that comes while another compiles waits here
@@ -89,10 +107,11 @@ def host_library(runtime: Runtime, folder: Path) -> Path:
 
 
 def _compile(runtime: Runtime, target: Path) -> None:
+    """Compile the C library to `target`. Raise Unavailable with the compiler's first error if that fails."""
     fresh, source = target.with_suffix(f".{os.getpid()}"), str(HERE / "host.cpp")
     words = [*COMPILE_OPTIONS, f"-I{runtime.include}", source, "-o", str(fresh), str(runtime.library), "-ldl"]
     command = [find_compiler(), *words]
-    try:  # without a limit: how long it takes is a matter of what else the machine does
+    try:  # without a time limit: the time depends on what else the machine does
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise Unavailable(f"{command[0]} did not compile the SYCL host library: {error}") from error
@@ -104,15 +123,16 @@ def _compile(runtime: Runtime, target: Path) -> None:
 
 
 def runtime_and_folder() -> tuple[Runtime, Path]:
-    """The SYCL runtime and the cache that belongs to it. Raises Unavailable."""
+    """Return the SYCL runtime and the cache folder for it. Raise Unavailable if there is no runtime or no private
+    folder."""
     runtime = find_runtime()
     return runtime, private_folder(cache_folder(runtime))
 
 
 def keep_kernels() -> None:
-    """Have libsycl keep what it compiles. Call it before torch is imported; settings of the user stay.
+    """Make libsycl keep the kernels that it compiles. Call this before torch is imported; the user's settings stay.
 
-    Where there is no runtime or no private folder nothing is set: who opens the kernels is told why.
+    If there is no runtime or no private folder, nothing is set. Opening the kernels then reports the reason.
     """
     with suppress(Unavailable):
         set_cache(runtime_and_folder()[1])
@@ -125,19 +145,21 @@ def set_cache(folder: Path) -> None:
 
 
 def keep_remedy() -> str:
-    """Say what has libsycl keep kernels, where it does not."""
+    """Return the advice to print if libsycl does not keep kernels."""
     return f"set {PERSISTENT}=1 {CACHE}={os.environ[CACHE]} before Python starts, and no SYCL_CACHE_MAX_SIZE"
 
 
 def kept_binaries() -> set[str]:
-    """Return the paths of all binaries in libsycl's cache, from its folder on."""
+    """Return the paths of all binaries in libsycl's cache, relative to its folder."""
     folder = Path(os.environ[CACHE])
     return {str(path.relative_to(folder)) for path in folder.rglob("*.bin")}
 
 
 def read_marker(marker: Path) -> bool | None:
-    """Return True if the kernels that a marker tells of are in libsycl's cache, False if it kept none last time, and
-    None if nobody knows: there is no marker, or a binary that it names is gone."""
+    """Return True if the kernels that a marker lists are in libsycl's cache, and False if libsycl kept none last time.
+
+    Return None if that is unknown: there is no marker, or a binary that it lists is missing.
+    """
     if not marker.exists():
         return None
     names = marker.read_text().splitlines()
@@ -146,6 +168,7 @@ def read_marker(marker: Path) -> bool | None:
 
 
 def write_marker(marker: Path, names: Iterable[str]) -> None:
-    """Note that libsycl's cache holds the kernels, among these binaries, or with none that it does not."""
+    """Write to a marker that libsycl's cache holds the kernels in files among `names`, or with no names that it keeps
+    none."""
     with suppress(OSError):  # on a full disk the next process looks again
         marker.write_text("\n".join(sorted(names)))

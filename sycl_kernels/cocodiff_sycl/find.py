@@ -1,4 +1,4 @@
-"""Where this machine keeps the SYCL runtime, its headers, the OpenCL CPU device and a C++ compiler."""
+"""The search for the SYCL runtime, its headers, the OpenCL CPU device and a C++ compiler on this machine."""
 
 from __future__ import annotations
 
@@ -12,32 +12,37 @@ from pathlib import Path
 
 
 class Unavailable(RuntimeError):
-    """SYCL kernels cannot run here; the message says why and what to do."""
+    """The reason why SYCL kernels cannot run here. The message includes a remedy."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A SYCL runtime: its library, the folder of its headers, and its version as the library's file tells it."""
+    """A SYCL runtime."""
 
-    library: Path
-    include: Path
-    version: str
+    library: Path  # path of libsycl
+    include: Path  # folder of its headers
+    version: str  # from the name and the size of the library's file
 
     @property
     def major(self) -> int:
+        """The major version."""
         return int(self.version.split(".")[0])
 
     @property
     def opencl_cpu(self) -> Path | None:
-        """The OpenCL driver of the CPU device that lies beside it, as in an environment made by pip."""
+        """The path of the OpenCL driver of the CPU device beside the library, as in an environment made by pip; None if
+        absent."""
         path = self.library.parent / "libintelocl.so"
         return path if path.exists() else None
 
 
 def find_runtime() -> Runtime:
-    """The runtime of this environment or of the oneAPI compiler that is loaded. Raises Unavailable."""
+    """Return the runtime of this environment, or of the oneAPI compiler that is loaded.
+
+    Raise Unavailable if there is none, or if torch has loaded another major version.
+    """
     for prefix in _prefixes():
-        # A wheel may hold copies in the place of links: the name with the most digits tells the version.
+        # A wheel may hold copies instead of links: the longest name has the full version.
         names = [path for path in (prefix / "lib").glob("libsycl.so.*") if re.search(r"\.so(\.\d+)+$", path.name)]
         if names and (prefix / "include" / "sycl").is_dir():
             library = max(names, key=lambda path: len(path.name))
@@ -56,7 +61,7 @@ def find_runtime() -> Runtime:
 
 
 def _prefixes() -> Iterator[Path]:
-    """Folders with lib/ and include/: of environments on Python's path, and of the oneAPI compiler."""
+    """Yield folders that may hold lib/ and include/: environments on Python's path, then the oneAPI compiler."""
     yield Path(sys.prefix)
     for entry in map(Path, sys.path):
         if entry.name == "site-packages":
@@ -68,14 +73,15 @@ def _prefixes() -> Iterator[Path]:
 
 
 def loaded_major() -> int | None:
-    """The major version of the libsycl that this process has loaded already, as torch's XPU build does."""
+    """Return the major version of the libsycl that this process has already loaded, as torch's XPU build does; None if
+    none."""
     maps = Path("/proc/self/maps")
     found = re.search(r"/libsycl\.so\.(\d+)", maps.read_text()) if maps.exists() else None
     return int(found[1]) if found else None
 
 
 def find_compiler() -> str:
-    """A C++17 compiler: $CXX, g++, c++ or icpx. Raises Unavailable."""
+    """Return a C++17 compiler: $CXX, g++, c++ or icpx. Raise Unavailable if there is none."""
     for name in (os.environ.get("CXX"), "g++", "c++", "icpx"):
         if name and shutil.which(name):
             return name

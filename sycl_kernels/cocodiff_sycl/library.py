@@ -1,9 +1,9 @@
 """The C library in Python: a device with its kernels, and launches. Errors of SYCL become RuntimeError.
 
-What a launch has to know of its tensors is where they lie, and what follows from how they lie. Checks, and all numbers
-of a launch but addresses, follow from shapes, strides, dtypes and devices. They are worked out for the first tensors of
-such layouts and looked up for later ones. Looking has to be cheap: a launch has up to a hundred tensors, and what it
-asks of one takes Python a microsecond. C takes a tenth of it, where torch lets it.
+A launch needs the addresses of its tensors, and numbers that follow from their layouts. Checks, and all numbers of a
+launch except addresses, depend only on shapes, strides, dtypes and devices. They are computed for the first tensors of
+such layouts and looked up for later ones. The look-up has to be cheap. A launch has up to a hundred tensors, and each
+attribute of a tensor costs Python a microsecond. C takes a tenth of that, where torch allows it.
 """
 
 from __future__ import annotations
@@ -35,42 +35,46 @@ from cocodiff_sycl.build import (
 )
 from cocodiff_sycl.find import Runtime, Unavailable, loaded_major
 
-CPU_LANES, GPU_LANES = 1, 16
-GROUPS_OF_ROWS = 16  # GPU: groups of LANES work-items in a work-group
-CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # of a copy, for one group of LANES work-items; True: on a CPU
-WAIT, COPY_TABLE = 1, 2
-CPU_THREADS = "DPCPP_CPU_NUM_CUS"
-# Of Intel's CPU device: 1 makes no vectors across work-items. Kernels of one work-item a row have vectors of their own;
-# to take these apart and join them again costs its compiler minutes. It is read once; other kernels are refused then.
+CPU_LANES, GPU_LANES = 1, 16  # work-items that share a row
+GROUPS_OF_ROWS = 16  # number of groups of LANES work-items in a work-group on GPUs
+CHUNK_BYTES = {True: 64 * 1024, False: 4 * 1024}  # most bytes that a group of LANES work-items copies; True: CPU
+WAIT, COPY_TABLE = 1, 2  # flags of a launch: wait for it; copy its table to the device
+CPU_THREADS = "DPCPP_CPU_NUM_CUS"  # environment variable of Intel's CPU device: number of threads
+# Environment variable of Intel's CPU device. 1: no vectors across work-items. Kernels with one work-item a row have
+# vectors of their own, which its compiler would take minutes to split and join again. It is read once; after that other
+# kernels are refused.
 VECTORIZER = "CL_CONFIG_CPU_VECTORIZER_MODE"
-QUICK_S = 10.0  # opening a GPU's kernels takes less where they are kept, and more where they are compiled
-KEPT = 1024  # results of one owner; a run has fewer layouts, and one that has more starts again
+QUICK_S = 10.0  # seconds: opening a GPU's kernels takes less from the cache, and more when they are compiled
+KEPT = 1024  # most cached results of one `Layouts`; a run has fewer, and at this number the cache is emptied
 T = TypeVar("T")
 Tensors = tuple[Tensor | None, ...]
-# Where tensors lie (int64 each, 0 for None), and how: equal for equal shapes, strides, dtypes and devices, else not.
+# Returns the tensors' addresses (int64 each, 0 for None) and a key of their layouts: keys are equal if and only if
+# shapes, strides, dtypes and devices are.
 Look = Callable[[Tensors], tuple[bytes, Hashable]]
 log = logging.getLogger("cocodiff.kernels")
 
 
 @cache
 def numbers_of(count: int) -> struct.Struct:
-    """So many numbers of 8 bytes, as C takes them."""
+    """Return the struct of `count` integers of 8 bytes, as C takes them."""
     return struct.Struct(f"{count}q")
 
 
 class Layouts(Generic[T]):
-    """What was worked out for tensors of given layouts."""
+    """A cache of results that depend only on the layouts of tensors."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
         self._kept: dict[Hashable, T] = {}
 
     def of(self, words: Hashable, tensors: Tensors, make: Callable[..., T], *arguments: Any) -> tuple[T, bytes]:
-        """make(*arguments), or what it gave before for equal words and tensors of the same layouts; and where these
-        tensors lie.
+        """Return make(*arguments), or the cached result for equal words and layouts; and the addresses of the tensors.
 
-        words and tensors stand for all arguments; of a tensor, make may look at shape, strides, dtype and device, at
-        nothing else. What it raises is not kept.
+        `words` and `tensors` together have to determine the result. Of a tensor, `make` may use shape, strides, dtype
+        and device only. Exceptions are not cached.
+
+        Args:
+            words: everything besides tensors that the result depends on.
         """
         addresses, layouts = self._look(tensors)
         key = words, layouts
@@ -84,13 +88,13 @@ class Layouts(Generic[T]):
 
 
 def look(tensors: Tensors) -> tuple[bytes, Hashable]:
-    """A `Look` in Python."""
+    """Return the tensors' addresses and the key of their layouts, in Python (see `Look`)."""
     addresses = numbers_of(len(tensors)).pack(*[0 if x is None else x.data_ptr() for x in tensors])
     return addresses, tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
 class ExchangeTable(ctypes.Structure):
-    """DLPack's table of C functions for a library's tensors, as torch 2.13 has one (DLPackExchangeAPI)."""
+    """The table of C functions for a library's tensors that DLPack defines and torch 2.13 has (DLPackExchangeAPI)."""
 
     _fields_ = [
         *((name, c_uint32) for name in ("major", "minor")),
@@ -99,7 +103,7 @@ class ExchangeTable(ctypes.Structure):
 
 
 def look_of(library: Path) -> Look:
-    """A `Look` in C (tensors.hpp); in Python where torch has no such table, or one of another kind."""
+    """Return a `Look` in C (tensors.hpp), or the one in Python if torch has no such table or one of another version."""
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return look
@@ -116,9 +120,10 @@ def look_of(library: Path) -> Look:
     in_c.restype, in_c.argtypes = py_object, (c_char_p, py_object)
 
     def quick_look(tensors: Tensors) -> tuple[bytes, Hashable]:
+        """Return what `look` does, by the C library."""
         try:
             found = in_c(reads, tensors)
-        except Exception:  # of what DLPack has no name for, as meta tensors: the checks have words for it
+        except Exception:  # DLPack cannot describe it (a meta tensor): the checks will raise a clear error
             return look(tensors)
         return found[: 8 * len(tensors)], found[8 * len(tensors) :]
 
@@ -126,14 +131,16 @@ def look_of(library: Path) -> Look:
 
 
 class Library:
-    """One device: its queue, its compiled kernels, and `launch`."""
+    """A device with its queue and its compiled kernels, which `launch` starts."""
 
     def __init__(self, queue: int | None, lanes: int | None = None, copy_tables: bool = False) -> None:
-        """queue: the address of a sycl::queue of the device; None is a queue of its own on the CPU device.
+        """Open a device and its kernels. Raise Unavailable if SYCL kernels cannot be built or loaded.
 
-        lanes: work-items of a row, by default what suits the device. copy_tables: treat the device as one that cannot
-        read the host's memory. Both let tests run on a CPU what GPUs run.
-        Raises Unavailable where SYCL kernels cannot be built or loaded.
+        Args:
+            queue: the address of a sycl::queue of the device; None for a queue of its own on the CPU device.
+            lanes: number of work-items that share a row; by default the device's. Other numbers let tests run a GPU's
+                kernels on a CPU.
+            copy_tables: True to treat the device as one that cannot read the host's memory, for the same tests.
         """
         if queue == 0:
             raise ValueError("queue is 0, a null pointer: give the address of a sycl::queue")
@@ -156,16 +163,16 @@ class Library:
         self._flags = (WAIT if self.is_cpu else 0) | (COPY_TABLE if copy_tables else 0)
 
     def describe(self) -> list[str]:
-        """Name, driver, backend, "cpu" or "gpu", and compute units."""
+        """Return the device's name, driver, backend, "cpu" or "gpu", and its number of compute units."""
         text = ctypes.create_string_buffer(1024)
         if self._c.cocodiff_describe(self._device, text, len(text)):
             raise Unavailable(f"the SYCL device does not describe itself: {self._error()}")
         return text.value.decode(errors="replace").split("; ")
 
     def _build(self, runtime: Runtime, about: str) -> c_void_p:
-        """Return the kernels, from libsycl's cache or compiled now while other processes wait.
+        """Return the kernels, from libsycl's cache, or compiled now while other processes wait.
 
-        Where libsycl kept nothing last time nobody waits: each process would compile them after the one before.
+        If libsycl kept nothing last time, no process waits: each would only compile them after the one before.
         """
         marker = self.folder / f"built-{''.join(c if c.isalnum() else '_' for c in about)}"
         if read_marker(marker) is None:
@@ -176,11 +183,11 @@ class Library:
         return self._build_kept(runtime, marker)
 
     def _build_kept(self, runtime: Runtime, marker: Path) -> c_void_p:
-        """Return the kernels, and see whether libsycl keeps them for later processes."""
+        """Return the kernels, and find out whether libsycl keeps them for later processes."""
         before, began = kept_binaries(), time.monotonic()
         bundle = self._compile(runtime)
         took_s = time.monotonic() - began
-        if kept_binaries() != before:  # a source's compiled form; the device's code maybe at the second build
+        if kept_binaries() != before:  # the compiled source was kept; the device's code may be kept at a second build
             bundle = self._compile(runtime)
         filled, names = read_marker(marker), kept_binaries()
         self.kept = names != before or took_s < QUICK_S
@@ -192,6 +199,7 @@ class Library:
         return bundle
 
     def _compile(self, runtime: Runtime) -> c_void_p:
+        """Compile the kernels. Raise Unavailable if that fails."""
         source = kernel_source(self.lanes, not self.is_cpu).encode()
         bundle = c_void_p(self._c.cocodiff_build(self._device, source, kernel_option(runtime)))
         if not bundle:
@@ -199,30 +207,52 @@ class Library:
         return bundle
 
     def launch_of(self, kernel: str, groups: int, group_size: int, addresses: int, numbers: Sequence[int]) -> bytes:
-        """What launches of a kernel have in common (struct Launch of host.cpp), for `launch`.
+        """Return the common part of a kernel's launches, for `launch` (struct Launch of host.cpp).
 
-        addresses: how many the kernel's struct begins with; numbers: its other members. All have 8 bytes.
+        Args:
+            groups: number of work-groups.
+            group_size: work-items of a work-group.
+            addresses: number of addresses that the kernel's struct begins with.
+            numbers: the other members of the struct, 8 bytes each.
         """
         about = groups * group_size, group_size, self._flags, addresses, len(numbers)
         return numbers_of(7 + len(numbers)).pack(self._device.value, self._kernel(kernel), *about, *numbers)
 
     def launch(self, launch: bytes, addresses: bytes, queue: int | None = None) -> None:
-        """Starts a kernel, and waits for it on a CPU. queue: as of `__init__`, the one to use now."""
+        """Start a kernel, and on a CPU wait for it.
+
+        Args:
+            launch: a result of `launch_of`.
+            addresses: the addresses that the kernel's struct begins with.
+            queue: the queue to use now, as in `__init__`.
+        """
         if self._c.cocodiff_launch(launch, queue, addresses):
             raise RuntimeError(f"a SYCL kernel failed on {self.device_name}: {self._error()}")
 
     def moves_of(self, pieces: Sequence[bytes], itemsize: int, look: bool) -> bytes:
-        """What launches have in common that move pieces (struct Piece of moves.hpp), for `move`: struct MoveLaunch of
-        host.cpp. look: whether indices are checked, where this process can read them.
+        """Return the common part of launches that move pieces, for `move` (struct MoveLaunch of host.cpp).
 
-        A group of lanes moves CHUNK_BYTES at most; on a CPU less where there are cores to share the work."""
+        A group of lanes moves at most CHUNK_BYTES; on a CPU less, if there are cores to share the work.
+
+        Args:
+            pieces: a struct Piece of moves.hpp each.
+            itemsize: bytes of an element.
+            look: True to check row indices where this process can read them.
+        """
         units = self.compute_units if self.is_cpu else 0
         kernels = [self._kernel(f"move_rows_{unit}") for unit in (16, 4, 2)]
         values = itemsize, look and self.is_cpu, self.lanes, CHUNK_BYTES[self.is_cpu], units, self.packed, len(pieces)
         return numbers_of(12).pack(self._device.value, *kernels, self._flags, *values) + b"".join(pieces)
 
     def move(self, op: str, launch: bytes, addresses: bytes, queue: int | None = None) -> None:
-        """Moves pieces in one launch. addresses: of the tensors that they name. Raises ValueError for a mistake."""
+        """Move pieces in one launch. Raise ValueError if a row index is out of range.
+
+        Args:
+            op: the operation that errors name.
+            launch: a result of `moves_of`.
+            addresses: the addresses of the tensors that the pieces name.
+            queue: as in `launch`.
+        """
         code = self._c.cocodiff_move(launch, queue, addresses)
         if code == 2:
             raise ValueError(f"{op}: {self._error()}")
@@ -230,7 +260,7 @@ class Library:
             raise RuntimeError(f"the SYCL kernel of {op} failed on {self.device_name}: {self._error()}")
 
     def _kernel(self, name: str) -> int:
-        """The address of a kernel."""
+        """Return the address of a kernel, which is looked up once."""
         if name not in self._kernels:
             found: int | None = self._c.cocodiff_kernel(self._bundle, name.encode())
             if not found:
@@ -239,27 +269,33 @@ class Library:
         return self._kernels[name]
 
     def _error(self) -> str:
+        """Return the C library's last error message."""
         return _error_of(self._c)
 
 
 def _device_remedy() -> str:
+    """Return the advice to print if there is no SYCL device."""
     remedy, selector = "a CPU needs intel-opencl-rt, as in cocodiff[sycl]", os.environ.get("ONEAPI_DEVICE_SELECTOR")
-    # Aurora's module sets one of GPUs alone.
+    # Aurora's module sets a selector of GPUs only.
     return remedy + (f", and a place in ONEAPI_DEVICE_SELECTOR={selector}: add ;opencl:cpu" if selector else "")
 
 
 def _error_of(c: ctypes.CDLL) -> str:
+    """Return the C library's last error message in one line."""
     return " ".join(c.cocodiff_error().decode(errors="replace").split())
 
 
 def _first_error(c: ctypes.CDLL) -> str:
+    """Return the first error of a compiler's output, at most 300 characters."""
     text = _error_of(c)
     return "error:" + text.partition("error:")[2][:300] if "error:" in text else text[:300]
 
 
 def _prepare(runtime: Runtime, folder: Path) -> int:
-    """Environment that libsycl and the CPU device read when they are loaded; what the user has set stays. Returns how
-    many threads the CPU device takes: torch's number, unless the user has set another."""
+    """Set environment variables that libsycl and the CPU device read when they are loaded; the user's settings stay.
+
+    Return the number of threads for the CPU device: torch's number unless the user has set another.
+    """
     import torch
 
     set_cache(folder)
@@ -271,9 +307,10 @@ def _prepare(runtime: Runtime, folder: Path) -> int:
 
 
 def _bind(path: Path, runtime: Runtime) -> ctypes.CDLL:
+    """Load the C library and declare its functions. Raise Unavailable if it does not load."""
     try:
         if loaded_major() is None:
-            # This environment's libsycl: the library may have been built in another one, which is gone.
+            # This environment's libsycl: the library may have been built in another one, which was removed.
             ctypes.CDLL(str(runtime.library))
         c = ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,5 +1,7 @@
-"""What a movement launch moves, as numbers: which of its tensors go where in which others. The C library makes the
-launch's table of them and of addresses, and looks at indices (moves.hpp)."""
+"""The pieces of a movement launch, as numbers: which of its tensors are copied to which others.
+
+The C library makes the launch's table from them and from addresses, and checks row indices (moves.hpp).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from cocodiff_sycl.checks import check_index, check_last_stride, check_like, che
 from cocodiff_sycl.library import numbers_of
 from cocodiff_sycl.parts import Rows
 
-Four = tuple[int, int, int, int]
+Four = tuple[int, int, int, int]  # sizes or strides of four dimensions
 NOWHERE: Four = (0, 0, 0, 0)
-PLACES = 4  # of a piece among a launch's tensors: a tensor, or what chosen rows consist of
-NONE = -1  # the place of a tensor that is not there
+PLACES = 4  # number of a launch's tensors that a piece takes: a tensor, or the four tensors of chosen rows
+NONE = -1  # the place of a tensor that is absent
 
 
 def tensors_of(pieces: Iterable[Tensor | Rows]) -> list[Tensor | None]:
-    """PLACES tensors of each piece."""
+    """Return PLACES tensors of each piece; None for absent ones."""
     found: list[Tensor | None] = []
     for piece in pieces:
         found += (piece, None, None, None) if isinstance(piece, Tensor) else piece.contained_tensors()
@@ -30,7 +32,7 @@ def tensors_of(pieces: Iterable[Tensor | Rows]) -> list[Tensor | None]:
 def packed(
     op: str, device: torch.device, messages: Sequence[Sequence[Tensor | Rows]], buffers: Sequence[Tensor]
 ) -> Pieces:
-    """Pieces, message after message, to contiguous buffers."""
+    """Return the pieces that `pack` copies, message after message, to contiguous buffers."""
     pieces, place = Pieces(op, device, buffers[0].dtype), 0
     into = PLACES * sum(map(len, messages))
     for number, (message, buffer) in enumerate(zip(messages, buffers, strict=True)):
@@ -47,7 +49,7 @@ def packed(
 
 
 def placed(op: str, device: torch.device, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> Pieces:
-    """Pieces, each to a slice of its own shape."""
+    """Return the pieces that `unpack` copies, each to a slice of its own shape."""
     pieces = Pieces(op, device, targets[0].dtype)
     for number, (part, target) in enumerate(zip(parts, targets, strict=True)):
         pieces.add(part, PLACES * number, target, PLACES * len(parts) + number)
@@ -57,7 +59,8 @@ def placed(op: str, device: torch.device, parts: Sequence[Tensor | Rows], target
 def scattered(
     op: str, device: torch.device, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]
 ) -> Pieces:
-    """Rows, then where they go to, then caches."""
+    """Return the pieces that `scatter_rows` copies. The launch's tensors are the rows, then the index, then the
+    caches."""
     pieces = Pieces(op, device, caches[0].dtype)
     for number, (rows_KHD, cache_RHD) in enumerate(zip(rows, caches, strict=True)):
         pieces.scatter(rows_KHD, number, cache_RHD, len(rows) + 1 + number, index_K, len(rows))
@@ -65,7 +68,7 @@ def scattered(
 
 
 def check_rows_exist(op: str, pieces: Iterable[Tensor | Rows]) -> None:
-    """Reads indices and raises ValueError for rows that are not there: for memory that the C library cannot read."""
+    """Read indices and raise ValueError for rows out of range, where the C library cannot read their memory."""
     for piece in pieces:
         if isinstance(piece, Tensor):
             continue
@@ -75,17 +78,25 @@ def check_rows_exist(op: str, pieces: Iterable[Tensor | Rows]) -> None:
 
 
 class Pieces:
-    """Pieces of one launch, of one device and dtype. Adding checks them. Tensors are named by their places in it.
-    found: a struct Piece each."""
+    """The pieces of one launch, on one device and of one dtype. Tensors are named by their places in the launch.
+
+    Adding a piece checks it.
+    """
 
     def __init__(self, op: str, device: torch.device, dtype: torch.dtype) -> None:
         check_like(op, device, dtype)
         self.op, self.device, self.dtype = op, device, dtype
-        self.found: list[bytes] = []
+        self.found: list[bytes] = []  # a struct Piece of moves.hpp each
 
     def add(self, piece: Tensor | Rows, place: int, target: Tensor | None, into: int, start: int = 0) -> int:
-        """Notes that a piece, or chosen rows, go to a slice of their own shape or, without target, to a contiguous
-        buffer from its number `start` on. Returns how many numbers these are."""
+        """Add a copy of a tensor or of chosen rows. Return the number of elements copied.
+
+        Args:
+            place: place of the piece's first tensor in the launch.
+            target: a slice of the piece's shape; None for a contiguous buffer.
+            into: place of the target in the launch.
+            start: first element of the buffer that is written.
+        """
         rows = None if isinstance(piece, Tensor) else piece
         source = piece if isinstance(piece, Tensor) else piece.source_RHD
         shape = tuple(piece.shape)
@@ -113,7 +124,7 @@ class Pieces:
     def scatter(
         self, rows_KHD: Tensor, place: int, cache_RHD: Tensor, into: int, index_K: Tensor, index_place: int
     ) -> None:
-        """Notes that rows go to rows index_K of a cache."""
+        """Add a copy of rows to rows `index_K` of a cache. The places are those of the three tensors in the launch."""
         self._check_written(cache_RHD, "a cache")
         length, count = cache_RHD.shape[0], index_K.shape[0]
         if cache_RHD.dim() != 3 or rows_KHD.shape != (count, *cache_RHD.shape[1:]):
@@ -125,12 +136,12 @@ class Pieces:
         self._note(places, 0, counts, _padded(rows_KHD.shape, 1), of, to, NOWHERE)
 
     def _note(self, places: tuple[int, ...], start: int, counts: tuple[int, int, int], *fours: Four) -> None:
-        """struct Piece of moves.hpp."""
+        """Add a struct Piece of moves.hpp."""
         numbers = [number for four in fours for number in four]
         self.found.append(numbers_of(26).pack(*places, start, *counts, *numbers))
 
     def _reference(self, rows: Rows, reference: Tensor) -> Four:
-        """Strides of the place where chosen rows are written as well."""
+        """Check the reference that chosen rows are written to as well, and return its strides."""
         self._check_written(reference, "a reference")
         index, kept = rows.index_K, rows.reference_index_K
         if kept is None or len(kept) != len(index) or reference.shape[1:] != rows.source_RHD.shape[1:]:
@@ -142,14 +153,16 @@ class Pieces:
         return _padded(reference.stride(), 0)
 
     def _check_written(self, x: Tensor, what: str) -> None:
+        """Check a tensor that is written."""
         self._check(x, what)
         check_no_overlap(self.op, what, x)
 
     def _check(self, x: Tensor, what: str) -> None:
+        """Check a tensor's device, dtype and last stride."""
         check_like(self.op, self.device, self.dtype, **{what.replace(" ", "_"): x})
         check_last_stride(self.op, what, x)
 
 
 def _padded(of: tuple[int, ...], missing: int) -> Four:
-    """Sizes or strides as those of four dimensions, with new ones in front."""
+    """Extend sizes or strides to four dimensions, with `missing` in front."""
     return (*(missing,) * (4 - len(of)), *of)  # type: ignore[return-value]

@@ -1,4 +1,5 @@
-"""The operations as SYCL launches: signatures, shapes and results are those of `cocodiff.kernels.reference`."""
+"""The operations as SYCL launches. `cocodiff.kernels.reference` documents them: signatures, shapes and results are
+equal."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, sca
 from cocodiff_sycl.parts import TILE, Cut, Rows
 from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, TABLES, Plan, Plans
 
-CHECK_INDICES = "COCODIFF_CHECK_INDICES"
+CHECK_INDICES = "COCODIFF_CHECK_INDICES"  # environment variable: check indices on a GPU too
 ADDRESS = numbers_of(1)
 NOWHERE = ADDRESS.pack(0)
-FACTOR = struct.Struct("=f4x")  # of a float32, which travels with the addresses: it is another one in each step
-# What a codec's operations are given, as tuples of `cocodiff.kernels.residual` and `cocodiff.kernels.lossless`.
+FACTOR = struct.Struct("=f4x")  # a float32, passed with the addresses because it differs in each step
+# Arguments of the codecs' operations: the named tuples of `cocodiff.kernels.residual` and `cocodiff.kernels.lossless`.
 Reconstructions = tuple[Tensor, Tensor | None]
 Prediction = tuple[float, bool, bool]
 Onward = tuple[float, Tensor]
@@ -30,36 +31,43 @@ Known = tuple[Tensor, Tensor | None, Tensor | None, float]
 
 
 def open_cpu(lanes: int | None = None, copy_tables: bool = False) -> SyclOps:
-    """The operations on the CPU device, on a queue of their own. Raises Unavailable."""
+    """Return the operations on the CPU device, on a queue of their own. Raise Unavailable if they cannot be built.
+
+    Args:
+        lanes: see `Library`.
+        copy_tables: see `Library`.
+    """
     return SyclOps(_library_of_cpu(lanes, copy_tables), torch.device("cpu"), lambda: None)
 
 
 @cache
 def _library_of_cpu(lanes: int | None, copy_tables: bool) -> Library:
-    """One for a process: it is costly to load and holds no state of a run."""
+    """Return the library of the CPU device. It is shared in a process: loading is costly, and it holds no state of a
+    run."""
     return Library(None, lanes, copy_tables)
 
 
 def open_xpu(device: torch.device) -> SyclOps:
-    """The operations on torch's current stream of an XPU. Raises Unavailable."""
+    """Return the operations on torch's current stream of an XPU. Raise Unavailable if they cannot be built."""
 
     def current_queue() -> int:
+        """Return the address of the current stream's queue."""
         return int(torch.xpu.current_stream(device).sycl_queue)
 
-    # Of all streams of the device: torch's queues share a context, for which kernels are compiled.
+    # For all streams of the device: torch's queues share a context, for which kernels are compiled.
     return SyclOps(Library(current_queue()), device, current_queue)
 
 
 class SyclOps:
-    """All operations of one device. `look`: whether indices are read and checked: on a CPU, and where
-    COCODIFF_CHECK_INDICES is set: on a GPU it makes every call wait."""
+    """The operations of one device."""
 
     def __init__(self, library: Library, device: torch.device, queue: Callable[[], int | None]) -> None:
         self.library, self.device, self._queue = library, device, queue
+        # True to read and check indices. On a GPU (with COCODIFF_CHECK_INDICES set) every call then waits for it.
         self.look = library.is_cpu or CHECK_INDICES in os.environ
         self._plans = Plans(library, device)
         self._moves: Layouts[bytes] = Layouts(library.look)
-        self._reads_indices = self.look and not library.is_cpu  # the C library reads them where it can
+        self._reads_indices = self.look and not library.is_cpu  # on a CPU the C library reads them
         self._kept = threading.local()
 
     # Movement -------------------------------------------------------------------------------------------------------
@@ -96,13 +104,20 @@ class SyclOps:
         pieces_of: Callable[..., Pieces],
         *arguments: Any,
     ) -> None:
-        """lengths: what of the arguments' form the tensors do not tell. indexed: rows that have to be there."""
+        """Move the pieces of an operation in one launch.
+
+        Args:
+            lengths: everything about the arguments' structure that the tensors do not determine.
+            indexed: chosen rows whose indices are to be checked.
+            pieces_of: returns the pieces for `arguments`.
+        """
         launch, addresses = self._moves.of((op, lengths), tensors, self._launch_of, op, pieces_of, arguments)
         if self._reads_indices:
             check_rows_exist(op, indexed)
         self.library.move(op, launch, addresses, self._queue())
 
     def _launch_of(self, op: str, pieces_of: Callable[..., Pieces], arguments: tuple[Any, ...]) -> bytes:
+        """Return the common part of the launches that move the pieces of an operation."""
         pieces = pieces_of(op, self.device, *arguments)
         return self.library.moves_of(pieces.found, pieces.dtype.itemsize, self.look)
 
@@ -122,7 +137,10 @@ class SyclOps:
         return chosen_BK
 
     def _scratch(self, numbers: int) -> Tensor:
-        """So many int64 for one launch. A CPU's launch is done when it returns, so a thread keeps its own."""
+        """Return scratch memory for one launch, int64 [numbers or more].
+
+        A launch on a CPU is done when it returns, so there each thread reuses its own.
+        """
         kept: Tensor | None = getattr(self._kept, "scratch", None)
         if kept is None or len(kept) < numbers:
             kept = torch.empty(numbers, dtype=torch.int64, device=self.device)
@@ -178,7 +196,14 @@ class SyclOps:
     def _residual(
         self, op: str, tensors: Tensors, words: tuple[Any, ...], factor: float = 0.0, onward: float = 0.0
     ) -> None:
-        """tensors: those that struct Residuals of kernels/coder.hpp begins with; factors follow there."""
+        """Launch an operation of the residual codec.
+
+        Args:
+            tensors: the tensors that struct Residuals of kernels/coder.hpp begins with, in its order.
+            words: further arguments of `Plans.residual`.
+            factor: of the linear continuation that predicts.
+            onward: of the linear continuation that is written.
+        """
         plan, addresses = self._plans.of(self._plans.residual, tensors, op, *words)
         self._launch(plan, addresses, factors=(factor, onward))
 
@@ -214,10 +239,17 @@ class SyclOps:
             self._launch(plan, NOWHERE + addresses, *given, factors=(factor,))
 
     def _begins(self, tiles: int) -> Tensor:
+        """Return uninitialised memory for the beginnings of tiles in streams, int64 [tiles]."""
         return torch.empty(tiles, dtype=torch.int64, device=self.device)
 
     def _launch(self, plan: Plan, addresses: bytes, *more: Tensor | None, factors: Sequence[float] = ()) -> None:
-        """addresses: of what a kernel is given, in the order of its struct; what else it takes comes after."""
+        """Start a plan's launches.
+
+        Args:
+            addresses: the first members of the kernels' struct.
+            more: tensors whose addresses follow; None for a null pointer.
+            factors: floats that follow.
+        """
         addresses += b"".join([NOWHERE if one is None else ADDRESS.pack(one.data_ptr()) for one in more])
         addresses += b"".join(map(FACTOR.pack, factors))
         for launch in plan.launches:

@@ -1,6 +1,8 @@
-"""Parts of tensors, as data that kernels take: chosen rows that are gathered where they are packed; blocks that the
-lossless codec cuts a tensor into, and where their streams have room (`cocodiff.kernels.lossless` tells what these
-are)."""
+"""The data on parts of tensors that kernels take: rows that are gathered while they are packed, and the blocks and
+streams of the lossless codec.
+
+`cocodiff.kernels.lossless` defines blocks, strips, tiles and streams.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +15,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-RUN = 8  # numbers of a strip's token
-TOKENS = 32  # of a strip, at most
-TILE = 16  # strips
+RUN = 8  # elements of a token in a strip
+TOKENS = 32  # most tokens of a strip
+TILE = 16  # strips of a tile
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `index_K` (int64) of source_RHD, in that order, not yet gathered.
+    """A choice of rows of a tensor that is not gathered yet."""
 
-    reference_RHD: where the gathered rows are written as well, at rows reference_index_K; a negative one is not.
-    """
-
-    source_RHD: Tensor
-    index_K: Tensor
-    reference_RHD: Tensor | None = None
-    reference_index_K: Tensor | None = None
+    source_RHD: Tensor  # the tensor that rows are chosen from
+    index_K: Tensor  # the chosen rows, int64, in this order
+    reference_RHD: Tensor | None = None  # where the gathered rows are written as well
+    reference_index_K: Tensor | None = None  # their rows there, int64; negative ones are not written
 
     @property
     def shape(self) -> torch.Size:
-        """[1, K, H, D], as the gathered rows of all batch rows in one would have it."""
+        """The shape of the gathered rows, [1, K, H, D]. R counts the rows of all batch entries."""
         return torch.Size((1, len(self.index_K), *self.source_RHD.shape[1:]))
 
     def contained_tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that this consists of, for `used_on_current_stream`."""
         return self.source_RHD, self.index_K, self.reference_RHD, self.reference_index_K
 
     def split_with_sizes(self, sizes: Sequence[int], dim: int) -> list[Rows]:
-        """The same rows of consecutive heads, so many each; dim is 2, that of the heads."""
+        """Split the rows by heads into consecutive parts of these sizes. `dim` has to be 2, the dimension of heads."""
         assert dim == 2, "rows are split by heads"
         sources = self.source_RHD.split_with_sizes(sizes, 1)
         if self.reference_RHD is None:
@@ -51,25 +51,28 @@ class Rows:
         ]
 
     def new_empty(self, *shape: Any) -> Tensor:
+        """Return an empty tensor with the dtype and device of the source."""
         return self.source_RHD.new_empty(*shape)
 
     def __len__(self) -> int:
+        """Return 1, the batch size of `shape`."""
         return 1
 
 
 class Cut(NamedTuple):
-    """A cut of a tensor [B, T, H, ...] into blocks along dim 1 (rows) or 2 (heads), of these sizes."""
+    """A cut of a tensor [B, T, H, ...] into blocks."""
 
-    dim: int
-    sizes: tuple[int, ...]
+    dim: int  # 1: along rows; 2: along heads
+    sizes: tuple[int, ...]  # of the blocks along `dim`
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Batch, tokens and heads of every block of a tensor [B, T, H, ...]."""
+        """Return batch size, tokens and heads of every block of a tensor [B, T, H, ...]."""
         B, T, H = shape[:3]
         return [(B, size, H) if self.dim == 1 else (B, T, size) for size in self.sizes]
 
     def cells(self, shape: Sequence[int]) -> list[int]:
-        """Tokens times heads of every block, over the batch, of a tensor [B, T, H, ...]."""
+        """Return the number of cells (a token and head of one batch entry) of every block of a tensor [B, T, H,
+        ...]."""
         return [math.prod(block) for block in self.shapes(shape)]
 
     def tiles(self, shape: Sequence[int], head_dim: int) -> list[int]:
@@ -79,17 +82,18 @@ class Cut(NamedTuple):
 
 
 def most_bytes(cells: int, head_dim: int) -> int:
-    """Return the most bytes that a block's stream takes, whatever it holds: a strip of one token has a byte for its
-    size."""
+    """Return the largest number of bytes that the stream of a block with `cells` cells can take."""
+    # The worst case: strips of one token, each with a byte for its size.
     strips = cells * -(-head_dim // RUN)
     return 2 * RUN * strips + strips + 4 * -(-strips // TILE)
 
 
 def room_of(cells: int, width: int) -> int:
-    """Bytes of a stream's first part, where a token and head has so many bytes: whole words."""
+    """Return the number of bytes of a stream's first part, `width` for each cell, rounded down to whole words of 2."""
     return cells * width // 2 * 2
 
 
 def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
-    """Return where blocks' streams begin in a buffer that has room for any, in bytes, and at the end its size."""
+    """Return the first byte of each block's stream in a buffer with room for any streams, and at the end the buffer's
+    size."""
     return list(accumulate((most_bytes(count, head_dim) // 2 * 2 for count in cells), initial=0))

@@ -1,6 +1,7 @@
-"""Which launch an arithmetic operation is for tensors of given layouts: checked and worked out once, then looked up.
+"""The launches of each arithmetic operation for tensors of given layouts. They are checked and computed once, then
+looked up.
 
-A later call with tensors of such layouts (`library.Layouts`) finds the plan and brings addresses.
+A later call with tensors of the same layouts (`library.Layouts`) finds the plan and only brings addresses.
 """
 
 from __future__ import annotations
@@ -18,51 +19,61 @@ from cocodiff_sycl.library import Layouts, Library, Tensors
 from cocodiff_sycl.parts import RUN, TOKENS, Cut, room_of, stream_places
 
 T = TypeVar("T")
-LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}
-TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # of rotary angles
-GROUPS_OF_UNIT = 16  # GPU: groups of LANES work-items that a compute unit shall have at least: twice its threads
-CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # of a residual's code, and channels of one of its scales
-STREAM_STRIP = 2 + RUN * TOKENS * 28 // 32  # 32 bits each, of a strip before it is joined
-STREAM_ADDRESSES = 12  # of the lossless codec's launches
-FEW_TILES = 1024  # of a block: each finds where it begins by the sizes of all before it
-NOTES = 4  # of a tensor's codec
-SELECT_ITEMS = 256  # GPU: work-items that search one row of scores
-GROUP_BYTES = 8 * 1024, 32 * 1024  # CPU: what one work-item takes of a tensor, at least (starting it costs) and at most
+LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}  # the kernel's number of each rotary layout
+TABLES = {"pairs": 2, "halves": 2, "complex": 1, "none": 0}  # number of rotary tables
+GROUPS_OF_UNIT = 16  # fewest groups of LANES work-items for a GPU's compute unit: twice its threads
+CODE_BITS, CODE_GROUP = (2, 4, 8), 32  # bits of a residual code; channels that share a scale
+STREAM_STRIP = 2 + RUN * TOKENS * 28 // 32  # room of a strip before it is joined, in units of 32 bits
+STREAM_ADDRESSES = 12  # addresses and factors that structs of the lossless codec begin with
+FEW_TILES = 1024  # up to this number, each tile of a block adds up the sizes of those before it to find its place
+NOTES = 4  # counters of a tensor's codec
+SELECT_ITEMS = 256  # work-items that search one row of scores on a GPU
+GROUP_BYTES = 8 * 1024, 32 * 1024  # least bytes (starting costs) and most bytes of a tensor for a CPU's work-item
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Launches, one after the other, as the C library takes them beside addresses; none where nothing is to be done. Of
-    a lossless operation table tells kernels of the blocks, and tiles is how many all of these have."""
+    """The launches of one operation, one after the other, without addresses."""
 
-    launches: tuple[bytes, ...]
-    table: Tensor | None = None
-    tiles: int = 0
+    launches: tuple[bytes, ...]  # as the C library takes them; none if there is nothing to do
+    table: Tensor | None = None  # description of the blocks, for kernels of the lossless codec
+    tiles: int = 0  # number of tiles of all blocks, for the lossless codec
 
 
 def _divisor(number: int) -> int:
-    """As kernels take it, which multiply by its inverse and shift: exact for what is below 2**31. 0 for 1."""
+    """Return a divisor in the form that kernels take: they multiply by its inverse and shift, which is exact below
+    2**31.
+
+    Return 0 for 1.
+    """
     shift = (number - 1).bit_length()
     return -(-(2 ** (31 + shift)) // number) | (shift - 1) << 32 if number > 1 else 0
 
 
 def _strides_of(*tensors: Tensor | None) -> list[int]:
-    """Of all dimensions but the last of tensors of four, 0 for those that are not there."""
+    """Return the strides of four-dimensional tensors without the last, three for each; zeros for absent tensors."""
     return [number for x in tensors for number in ((0, 0, 0) if x is None else x.stride()[:3])]
 
 
 class Plans:
-    """The plans of one device. Making one raises what is wrong with the tensors."""
+    """The plans of one device's operations. Making a plan raises an error if the tensors do not fit the operation."""
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self._library, self._device = library, device
         self._layouts: Layouts[Any] = Layouts(library.look)
 
     def of(self, make: Callable[..., T], tensors: Tensors, *words: object) -> tuple[T, bytes]:
-        """What a method of this object makes for an operation, and where its tensors lie. words: all else it takes."""
+        """Return what the method `make` returns for an operation, maybe from the cache, and the addresses of its
+        tensors.
+
+        Args:
+            tensors: first arguments of `make`.
+            words: the other arguments.
+        """
         return self._layouts.of((make, words), tensors, make, *tensors, *words)
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool) -> Plan:
+        """Return the plan of `l1_score`."""
         op = "l1_score"
         check_dims(op, "v", v_BLHD, 4)
         B, L, H, D = shape = v_BLHD.shape
@@ -76,6 +87,7 @@ class Plans:
         return self._of_rows(f"l1_score_{DTYPES[v_BLHD.dtype]}", 4, rows, row_bytes, values)
 
     def select(self, score_BN: Tensor, k: int) -> Plan:
+        """Return the plan of `select`."""
         op = "select"
         check_dims(op, "score", score_BN, 2)
         self._check_kind(op, "score", score_BN, torch.float32)
@@ -97,7 +109,11 @@ class Plans:
         layout: str,
         round_before_weight: bool,
     ) -> Plan:
-        """cosine: with layout "complex" both, side by side, of [L, D / 2, 2]."""
+        """Return the plan of `qk_norm_rope`.
+
+        Args:
+            cosine_LD: with layout "complex" cosines and sines side by side, [L, D / 2, 2].
+        """
         op = "qk_norm_rope"
         check_dims(op, "x", x_BLHD, 4)
         B, L, H, D = shape = x_BLHD.shape
@@ -118,10 +134,11 @@ class Plans:
         return self._of_rows(f"norm_rope_{DTYPES[x_BLHD.dtype]}", 5, rows, row_bytes, values, H)
 
     def merge_partials(self, out_BLHD: Tensor, lse_BLH: Tensor, part_BLHD: Tensor, part_lse_BLH: Tensor) -> Plan:
+        """Return the plan of `merge_partials`."""
         op = "merge_partials"
         check_dims(op, "out", out_BLHD, 4)
         B, L, H, D = shape = out_BLHD.shape
-        widened = out_BLHD.dtype == torch.float32  # a running result of narrower parts
+        widened = out_BLHD.dtype == torch.float32  # the parts may have 16 bits
         check_rows(op, self._device, out_BLHD.dtype, shape, out=out_BLHD)
         check_rows(op, self._device, part_BLHD.dtype if widened else out_BLHD.dtype, shape, part=part_BLHD)
         check_rows(op, self._device, torch.float32, shape[:3], lse=lse_BLH, part_lse=part_lse_BLH)
@@ -137,6 +154,7 @@ class Plans:
         return self._of_rows(kernel, 4, rows, max(1, D) * out_BLHD.element_size(), values)
 
     def _check_kind(self, op: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the tensor has this dtype and is on the device."""
         if tensor.dtype != dtype or tensor.device != self._device:
             raise ValueError(f"{op}: {name} is {tensor.dtype} on {tensor.device}: give {dtype} on {self._device}")
 
@@ -153,7 +171,14 @@ class Plans:
         linear: bool = False,
         measure: bool = False,
     ) -> Plan:
-        """Of any of the residual codec's operations, as they have one struct; without a code, 8 bits stand for any."""
+        """Return the plan of an operation of the residual codec. All of them take one struct.
+
+        Args:
+            op: the operation's name.
+            bits: of the code; 8 for operations without a code.
+            linear: True to predict by linear continuation.
+            measure: True to measure the relative change.
+        """
         like_BLHD = last_BLHD if x_BLHD is None else x_BLHD
         if notes_N is not None:
             check_dims(op, "x", like_BLHD, 4)
@@ -190,13 +215,18 @@ class Plans:
     def encode_lossless(
         self, x_BLHD: Tensor, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut
     ) -> Plan:
+        """Return the plan of `encode_lossless`."""
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
         self._check_known("encode_lossless", tensors)
         places = stream_places(cut.cells(x_BLHD.shape), x_BLHD.shape[-1])
         return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0)
 
     def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> Plan:
-        """code: whose blocks lie one after the other, whatever its strides say."""
+        """Return the plan of `stream_lengths`.
+
+        Args:
+            code_BLHW: the streams' first parts, block after block in memory regardless of its strides.
+        """
         B, T, H, W = code_BLHW.shape
         like_BLHD = torch.empty(1, dtype=torch.bfloat16).expand(B, T, H, head_dim)
         return self._streams(("stream_begins",), (None, None, None, like_BLHD), cut, None, W)
@@ -204,12 +234,17 @@ class Plans:
     def decode_lossless(
         self, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut, width: int
     ) -> Plan:
+        """Return the plan of `decode_lossless`."""
         tensors = None, last_BLHD, before_BLHD, written_BLHD
         self._check_known("decode_lossless", tensors)
         return self._streams(("read_streams",), tensors, cut, None, width)
 
     def _check_known(self, op: str, tensors: Sequence[Tensor | None]) -> None:
-        """tensors: x, the last values, those before, where the next ones go."""
+        """Raise an error unless the tensors fit the lossless codec.
+
+        Args:
+            tensors: x, the last values, those before, and where the next ones are written.
+        """
         there = {name: x for name, x in zip(("x", "last", "before", "written"), tensors, strict=True) if x is not None}
         written_BLHD = there["written"]
         check_dims(op, "x", there.get("x", written_BLHD), 4)
@@ -227,8 +262,13 @@ class Plans:
     def _streams(
         self, kernels: Sequence[str], tensors: Tensors, cut: Cut, places: Sequence[int] | None, width: int
     ) -> Plan:
-        """tensors: x and what is known. places: where streams begin; None: of first parts, so many bytes wide for a
-        token and head, one after the other."""
+        """Return the plan of kernels of the lossless codec.
+
+        Args:
+            tensors: x, the last values, those before, and where the next ones are written.
+            places: first byte of every stream; None for first parts, one after the other.
+            width: bytes of a first part for each token and head.
+        """
         *_, before, written = tensors
         assert written is not None
         *_, H, D = shape = written.shape
@@ -257,7 +297,11 @@ class Plans:
         return Plan(tuple(launches), table, first_tile)
 
     def _rows_each(self, rows: int, row_bytes: int, alike: int) -> int:
-        """Consecutive rows of one group of LANES work-items. alike: rows that share what a GPU then keeps."""
+        """Return the number of consecutive rows for one group of LANES work-items.
+
+        Args:
+            alike: number of rows that share data which a GPU then keeps.
+        """
         library = self._library
         if library.lanes > 1:
             return max(1, min(alike, rows // (GROUPS_OF_UNIT * library.compute_units)))
@@ -269,12 +313,22 @@ class Plans:
     def _of_rows(
         self, kernel: str, addresses: int, rows: int, row_bytes: int, values: tuple[int, ...], alike: int = 1
     ) -> Plan:
-        """Work-groups as many as there is work for; kernels know where it ends. values: those that follow the number of
-        rows and how many of them one group of LANES work-items takes. alike: as of `_rows_each`."""
+        """Return the plan of a kernel that goes through rows, with as many work-groups as there is work for.
+
+        Args:
+            addresses: number of addresses that the kernel's struct begins with.
+            values: members of the struct after the number of rows and the rows of one group.
+            alike: see `_rows_each`.
+        """
         library, each = self._library, self._rows_each(rows, row_bytes, alike)
         groups = -(-rows // (each * library.packed))
         return self._plan(kernel, addresses, groups, library.packed * library.lanes, (rows, each, *values))
 
     def _plan(self, kernel: str, addresses: int, groups: int, items: int, values: tuple[int, ...]) -> Plan:
-        """addresses: how many the kernel's struct begins with; values: its other members."""
+        """Return a plan of one launch, or of none if `groups` is 0.
+
+        Args:
+            addresses: number of addresses that the kernel's struct begins with.
+            values: the other members of the struct.
+        """
         return Plan((self._library.launch_of(kernel, groups, items, addresses, values),) if groups else ())

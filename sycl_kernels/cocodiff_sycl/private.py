@@ -1,4 +1,4 @@
-"""A folder whose files are executed: taken only where nobody but this user and root can have put anything there."""
+"""A folder for files that are executed. It is accepted only if no one but this user and root can have written there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cocodiff_sycl.find import Unavailable
 
 
 def private_folder(folder: Path) -> Path:
-    """The folder with links resolved, made if need be: open to this user alone.
+    """Return the folder with links resolved. It is made, open to this user only, if it does not exist.
 
-    Raises Unavailable where it cannot be made, and where others than this user and root can write it, anything in it,
-    or a folder above (there they could put another in its place). A sticky folder above, like /tmp, is in order.
+    Raise Unavailable if it cannot be made, or if anyone but this user and root can write it, anything in it, or a
+    folder above it. From above they could replace it. A sticky folder above, like /tmp, is accepted.
     """
     folder = Path(os.path.realpath(folder))
     try:
@@ -31,8 +31,8 @@ def private_folder(folder: Path) -> Path:
 
 
 def _fault_above(folder: Path) -> str:
-    """What is wrong with the folders that a folder lies in, and the remedy; "" where all is well."""
-    # In containers that have no root of their own, whoever owns / stands in for root.
+    """Return what is wrong with the folders above a folder, with the remedy; "" if nothing is."""
+    # In containers without a root of their own, the owner of / stands in for root.
     owners = {os.geteuid(), 0, Path(folder.anchor).stat().st_uid}
     for path in folder.parents:
         about = path.stat()
@@ -44,7 +44,10 @@ def _fault_above(folder: Path) -> str:
 
 
 def _fault_inside(folder: Path) -> str:
-    """The same of a folder and all that lies in it. Modes do not matter below a folder that nobody else may enter."""
+    """Return what is wrong with a folder and everything in it, with the remedy; "" if nothing is.
+
+    Modes do not matter below a folder that no one else may enter.
+    """
     paths = [folder]
     for inner, folders, files in os.walk(folder):
         paths += [Path(inner, name) for name in (*folders, *files)]
@@ -53,7 +56,7 @@ def _fault_inside(folder: Path) -> str:
         try:
             about = path.lstat()
         except FileNotFoundError:
-            continue  # another process had it for a moment
+            continue  # another process has removed it since
         if about.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to {_name(about.st_uid)}: remove {folder}"
         if stat.S_ISLNK(about.st_mode):
@@ -64,11 +67,12 @@ def _fault_inside(folder: Path) -> str:
 
 
 def _others_write(about: os.stat_result) -> bool:
+    """Return True if a file's mode lets anyone but its owner write it."""
     return bool(about.st_mode & stat.S_IWOTH or (about.st_mode & stat.S_IWGRP and not _is_own_group(about)))
 
 
 def _is_own_group(about: os.stat_result) -> bool:
-    """Whether a file's group is the one that many systems make for its owner alone, called like the user."""
+    """Return True if a file's group is the one that many systems make for its owner only, with the user's name."""
     try:
         group, user = grp.getgrgid(about.st_gid), pwd.getpwuid(about.st_uid)
     except KeyError:
@@ -77,6 +81,7 @@ def _is_own_group(about: os.stat_result) -> bool:
 
 
 def _name(uid: int) -> str:
+    """Return the user's name, or the number if there is no name."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:

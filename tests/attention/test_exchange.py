@@ -15,6 +15,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import InOrder
+from cocodiff.exchange.outgoing import CallEnd, Encoded, EncodedCall, Outgoing
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
@@ -116,6 +117,17 @@ def test_messages_in_stages_are_no_all_to_alls():
     """Which these ranks have not, and would say so."""
     topology, chunked = topology_of("local", 4), Chunking(2, 0.0)
     run_ranks(4, lambda t: Exchange("flat", topology, t, Trace(), chunking=chunked, together=True))
+
+
+def test_what_is_encoded_ahead_of_its_lane_keeps_its_code_alone():
+    class Halved(EncodedCall):
+        def encode(self, tensors, rows, ranks):
+            return Encoded([x.half() for x in tensors.values()], self.layout)
+
+    layout = Layout.build(topology_of("local", 2), image_and_text(4, 0), 2)
+    ahead = Outgoing(CallEnd(0, Kernels(), Halved(layout), ""), {"v": torch.zeros(1, 2, 2, 4)})
+    ahead.encode_now()
+    assert [x.dtype for x in ahead.contained_tensors()] == [torch.float16]
 
 
 @pytest.mark.parametrize("error", [UserError("which all ranks have"), RuntimeError("lost")])

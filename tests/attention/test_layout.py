@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_exchange import check_exchange
 from worlds import is_full, topologies, topology_of
 
 from cocodiff.attention.local import AttentionCall
@@ -16,8 +15,8 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.models.adapter import image_and_text, image_segment, text_segment
-from cocodiff.topology.layout import Layout, Segment, even_shares, slices
-from cocodiff.topology.routes.plans import Block, Plan, nic_detours, reverse, split_plan
+from cocodiff.topology.layout import Layout, Segment, even_shares
+from cocodiff.topology.routes.plans import Block, Plan, nic_detours, plan_of, reverse
 
 MODEST = settings(max_examples=60, deadline=None)
 
@@ -60,10 +59,11 @@ def check_both_ways(plans: list[Plan]) -> None:
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-@given(topology=topologies())
+@given(topology=topologies(), nic_balance=st.booleans())
 @MODEST
-def test_every_block_arrives_both_ways(name, topology):
-    check_both_ways(all_plans(name, topology))
+def test_every_block_arrives_both_ways(name, topology, nic_balance):
+    """nic_balance: whether blocks make detours between nodes."""
+    check_both_ways([plan_of(topology, rank, name, nic_balance) for rank in range(topology.size)])
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
@@ -106,34 +106,12 @@ def test_flat_sends_each_block_straight_to_its_owner():
 
 @given(topology=topologies(), image=st.integers(24, 300), text=st.integers(0, 300), heads=st.integers(24, 64))
 @MODEST
-def test_shares_differ_by_at_most_one(topology, image, text, heads):
-    layout = Layout.build(topology, image_and_text(image, text), heads)
-    for shares, total in (
-        (layout.parts[0].shares, image),
-        (layout.parts[1].shares, text),
-        (layout.heads, heads),
-        (layout.rows, image + text),
-    ):
-        assert sum(shares) == total
-        assert max(shares) - min(shares) <= 1
-    assert min(layout.parts[0].shares) >= 1 and min(layout.heads) >= 1
-
-
-@given(topology=topologies(), text=st.integers(0, 60))
-@MODEST
-def test_extra_text_is_dealt_from_the_other_end(topology, text):
-    extra = text % topology.size
-    shares = text_segment(text).shares(topology)
-    assert {rank for rank, share in enumerate(shares) if share > text // topology.size} == set(
-        topology.shard_order[topology.size - extra :]
-    )
-
-
-@given(sizes=st.lists(st.integers(0, 9), max_size=12))
-@MODEST
-def test_slices_tile_the_whole(sizes):
-    covered = [index for part in slices(sizes) for index in range(part.start, part.stop)]
-    assert covered == list(range(sum(sizes)))
+def test_shares_differ_by_one_in_the_order_of_shards_and_for_text_in_the_opposite_one(topology, image, text, heads):
+    layout, order = Layout.build(topology, image_and_text(image, text), heads), topology.shard_order
+    (of_image, of_text), size = (part.shares for part in layout.parts), topology.size
+    for shares, total, first in ((of_image, image, order), (of_text, text, order[::-1]), (layout.heads, heads, order)):
+        assert shares == tuple(total // size + (rank in first[: total % size]) for rank in range(size))
+    assert layout.rows == tuple(map(sum, zip(of_image, of_text, strict=True)))
 
 
 def test_what_is_left_is_dealt_in_the_order_of_shards():
@@ -207,13 +185,3 @@ def test_nics_of_aurora_carry_the_same(nodes):
 def test_one_node_and_tiles_with_nics_alike_need_no_detours():
     assert nic_detours(topology_of("aurora", 12)) == {}
     assert nic_detours(topology_of("local-6x2", 24)) == {}
-
-
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_blocks_arrive_both_ways(nodes):
-    topology = topology_of("aurora", 12 * nodes)
-    check_both_ways([split_plan(topology, rank, nic_detours(topology)) for rank in range(topology.size)])
-
-
-def test_detours_carry_the_same_bits():
-    check_exchange("split", topology_of("aurora", 24), 41, 7, 26, 2, torch.float32)

@@ -86,6 +86,21 @@ def test_keys_and_values_are_in_memory_once(machine, size, chunks):
     assert [len(found) for found in storages] == [1, 1] and buffers and alive[-1] == 0
 
 
+def test_chunks_are_put_in_place_in_the_order_in_which_attention_needs_them(monkeypatch):
+    """The first ones of q, k and v before anybody asks, then q's and those of keys that are attended to together."""
+    landed, land = list[Any](), InFlight.land
+
+    def note(flight: InFlight, target: Any) -> None:
+        if receives_of(flight)[0] == 0:
+            landed.append(target)
+        land(flight, target)
+
+    monkeypatch.setattr(InFlight, "land", note)
+    Ranks(World(4), exchange="split", chunks=2).call([RUN[0]])
+    targets = list(dict.fromkeys(landed))
+    assert ["qkvo"[targets.index(one)] for one in landed] == [*"qkvqvk", *"oo"]
+
+
 @given(topology=topologies(largest=24), chunks=st.integers(1, 9), name=st.sampled_from(sorted(EXCHANGES)))
 @settings(max_examples=25, deadline=None)
 def test_stages_are_the_plan_cut_in_pieces(topology, chunks, name):

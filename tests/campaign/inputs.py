@@ -163,7 +163,7 @@ def write_result(
     pattern = np.random.default_rng(5).random(stack.shape)  # over the range of known voxels
     images = (compose_native(stack.read(n), pattern[n], masks[n], task.scale) for n in range(len(stack)))
     restored, spread = np.stack([*images]), np.where(masks, pattern, 0).astype(np.float32)
-    voxels = {"tapa": restored, "tapa_std": spread}
+    voxels = {"tapa": restored, "tapa_spread": spread}
     files = result_files(task, ["tapa"], lambda name, index: voxels[name][index], samples=2)
     export(task, files, out, {"tapa": {"preset": PRESET}}, {}, lambda numbers, what: numbers)
     if given.wrong or not np.isfinite(np.ptp(voxels_of(stack)[~masks].astype("f8"))):
@@ -176,12 +176,12 @@ def write_result(
     if hidden is not None and not given.damaged:
         expected = hidden[part].reshape(stack.shape)
     suffix = FORMATS[task.format].suffix
-    path, of_spread, of_mask = (out / task.files.result(end, suffix) for end in ("tapa", "tapa_std", "mask"))
+    path, of_spread, of_mask = (out / task.files.result(end, suffix) for end in ("tapa", "tapa_spread", "mask"))
     written = {path, of_spread} | ({of_mask} if mask in MADE and task.format != "zarr" else set())
     if not np.array_equal(masks, expected) or {*out.iterdir()} != written:
         return f"another mask, or other files than {[one.name for one in written]}"
     own = format == "same" or task.format == stack.metadata.kind.replace("hdf5", "h5")
-    result = Result(path, task.format, own, stack, masks, restored, task.scale)
+    result = Result(path, task.format, own, stack, masks, restored, task.scale, mask in MADE)
     if voxels_of(opened(result, of_spread)).tobytes() != spread.tobytes():
         return "another standard deviation"
     of_mask = path / "labels" / mask if task.format == "zarr" else of_mask

@@ -13,6 +13,8 @@ from cocodiff_eval.data.volume import LENGTHS, start_of
 from file_kinds import read_plainly
 from inputs_files import UNKNOWN, Given, Result
 
+from cocodiff.jobs.declared import find_missing
+
 MOST_EQUAL = 0.3  # of restored voxels that may have come out as they were
 # Attributes that name cocodiff, the region, a frame or other objects.
 OTHERS = {"Info", "Labels", "date", "cocodiff", "ome", "xorigin", "yorigin", "zorigin"}
@@ -27,7 +29,9 @@ def check_result(given: Given, result: Result) -> str:
     mask, known = result.mask, ~result.mask
     if not np.array_equal(read[known], stored[known], equal_nan=True):
         return "read as other values than the file has"
-    low, high, scale = stored[known].min(), stored[known].max(), result.scale
+    absent = find_missing(result.stack.metadata.declared, stored) | ~np.isfinite(stored.astype("f8"))
+    ranged, scale = stored[~absent if result.made else known], result.scale
+    low, high = ranged.min(), ranged.max()
     if (scale.extremes or (scale.low, scale.high)) != (low, high):
         wrong.append(f"the range is {scale.low:g} to {scale.high:g}, of real voxels {low:g} to {high:g}")
     found = read_plainly(result.path, result.stack)

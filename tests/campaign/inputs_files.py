@@ -76,6 +76,7 @@ class Result:
     mask: np.ndarray  # [N, Y, X], True where voxels were restored
     restored: np.ndarray  # as they were given to the writer
     scale: Any  # the range of intensities
+    made: bool  # the mask is none of a file, so what it hides is known
 
 
 @dataclass

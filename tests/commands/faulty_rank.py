@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -39,7 +40,7 @@ def work(fault: str, transport: Any) -> None:
         transport.health.when_lost(lambda _: heard.set())
         heard.wait(20)
         raise FileNotFoundError("removed by a rank that has heard of it before")
-    if fault in ("late", "last", "lingers", "noisy", "aborts"):
+    if fault in ("late", "last", "lingers", "noisy", "aborts", "pauses"):
         end_oddly(fault, transport)
         return
     for _ in range(1000):
@@ -58,6 +59,9 @@ def end_oddly(fault: str, transport: Any) -> None:
         transport.close()
     if fault in ("last", "lingers") and transport.rank == 1:
         time.sleep(600)
+    if fault == "pauses" and transport.rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
     if fault in ("noisy", "aborts"):
         os.write(2, b"a library's line\n")
     if fault == "noisy":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,23 @@ def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert np.abs(samples.mean(0) - found.mean).max() <= 1
     assert found.low_90 is not None and found.high_90 is not None and (found.low_90 <= found.mean).all()
     assert (found.low_90[:, MASK] < found.high_90[:, MASK]).any() and (found.high_90 >= found.mean).all()
+    assert found.uncertainty is not None
+    np.testing.assert_array_equal(found.uncertainty, (found.high_90.astype(float) - found.low_90) / 2)
+
+
+def test_a_mask_that_is_too_small_is_told_and_grown() -> None:
+    """A hole of which the mask leaves the outermost voxels."""
+    volume, mask, hole = VOLUME[0] // 4, np.zeros((48, 40), bool), np.zeros((48, 40), bool)
+    mask[20:26, 15:21] = hole[19:27, 14:22] = True
+    volume[hole] = 60000
+    with pytest.warns(UserWarning, match="100% of the known voxels beside the mask .* grow 1 "):
+        small = cocodiff.restore(volume, mask, samples=1, **QUICK)
+    assert (small.mean[hole & ~mask] == 60000).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = cocodiff.restore(volume, ~mask, samples=1, grow=1, invert=True, **{**QUICK, "steps": "auto"})
+    assert (small.metrics["config"]["steps"], found.metrics["config"]["steps"]) == (2, 10)
+    assert (found.mean < 30000)[hole].all() and (found.mean == volume)[~hole].all()
 
 
 @pytest.mark.full
@@ -76,7 +94,7 @@ def test_other_arrays_give_the_same_bits(tmp_path: Path) -> None:
     stored = zarr.create_array(str(tmp_path / "a.zarr"), shape=VOLUME.shape, chunks=(2, 24, 40), dtype=VOLUME.dtype)
     stored[:] = VOLUME
     one, other = (cocodiff.restore(given, MASK, samples=1, seed=3, **QUICK) for given in (VOLUME, stored))
-    assert (one.mean == other.mean).all() and one.spread is None and one.verdict is None
+    assert (one.mean == other.mean).all() and one.spread is one.uncertainty is one.verdict is None
     flat = cocodiff.restore(VOLUME[0], MASK, samples=1, seed=3, **QUICK)
     assert flat.mean.shape == MASK.shape and (flat.mean[~MASK] == VOLUME[0][~MASK]).all()
 
@@ -144,7 +162,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"colour": "red"}, "unknown option colour"),
     ({"device": "gpu"}, "device: invalid choice: 'gpu' (choose from"),
-    ({"range": (-3000, -1000)}, "range -3000,-1000: no voxel of volume outside the mask"),
+    ({"range": (-3000, -1000)}, "range -3000,-1000: of 7,280 known voxels of volume 0 lie in it"),
 ]
 
 

@@ -20,11 +20,11 @@ import torch
 from cocodiff_bench.stand_in import Late
 from cocodiff_eval.cli.generate import OPTIONS as GENERATE
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
-from cocodiff_eval.cli.inpaint import prepare
+from cocodiff_eval.cli.inpaint import find_tasks, prepare
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of, measured, packed, unpacked
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import describe
-from cocodiff_eval.harness.tasks import describe_inputs
+from cocodiff_eval.harness.tasks import Task, describe_inputs
 from cocodiff_eval.quality.fusing import Moments
 from covering import examples
 from exactness import denoise
@@ -218,7 +218,7 @@ def test_samples_of_several_units_are_put_together(tmp_path: Path) -> None:
 UNSEEN = {
     *("input", "mask", "slices", "roi", "truth", "image", "format", "preset", "quality", "quality_slices"),
     *("quality_every", "exact", "out", "overwrite", "resume", "ranks", "parallel", "replicas", "dry_run", "quiet"),
-    *("log_level", "follow_links"),
+    *("log_level", "follow_links", "grow", "invert"),
 }
 
 
@@ -237,6 +237,29 @@ def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(
     assert described(values | {name: 3}) != before == described(dict(values))
     monkeypatch.setenv("MKL_NUM_THREADS", "97")
     assert described(values) != before
+
+
+@pytest.fixture
+def volume_task(tmp_path: Path) -> Task:
+    """A volume that is restored along one axis, not that of its slices, with one sample."""
+    np.save(tmp_path / "scan.npy", np.arange(16**3, dtype="u2").reshape(16, 16, 16))
+    words = ["--input", str(tmp_path / "scan.npy"), "--axes", "y", "--out", str(tmp_path / "out"), "--quiet"]
+    (task,) = find_tasks(parse("inpaint", "", with_settings(INPAINT), words))
+    return task
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_the_axes_of_a_volume_are_compared_when_a_run_goes_on(volume_task: Task, samples: int) -> None:
+    values = {"samples": samples, "exact_slices": 1, "axes": ["y"], "hidden_test": None, "keep_samples": False}
+    assert describe_inputs([volume_task], values)["axes"] == ["y"]
+    single = describe_inputs([replace(volume_task, volume=None)], values)
+    assert ("axes" in single) == (samples > 1)
+
+
+@pytest.mark.parametrize("count", [12, 13])
+def test_twelve_slices_that_are_left_are_listed_and_of_more_the_first_ones(volume_task: Task, count: int) -> None:
+    (told,) = replace(volume_task, mask=replace(volume_task.mask, full=frozenset(range(count)))).remarks()
+    assert told.endswith(f"({', '.join(map(str, range(12)))}{', ...' * (count > 12)})")
 
 
 @pytest.mark.parametrize(("steps", "percent"), [(0, "25%"), (5, "50%"), (10, "75%"), (11, "75%")])

@@ -60,6 +60,9 @@ def test_ranks_under_mpiexec_are_healthy(tmp_path: Path) -> None:
     assert all(0 < one["returns_s"] < one["complete_s"] for one in facts["issues"])
     assert found["host"] == found["order"] == found["messages"] == {"note"} and facts["order_rounds"] is None
     assert facts["pair"] == facts["op_sync"] == [[], []]
+    measured = load_machine(str(tmp_path / "d/machine.yaml"))
+    assert measured.device.overlap_share == pytest.approx(facts["overlap"]["hidden"])
+    assert measured.links.blocked_us == pytest.approx(facts["blocked_us"])
 
 
 @pytest.mark.alone

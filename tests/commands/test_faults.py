@@ -28,6 +28,7 @@ NOTICED = "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed"
         pytest.param("unmet", 1, NOTICED, id="nor is a connection that fails because a rank ended"),
         pytest.param("last", 1, "rank 1 did not stop; ", id="a library does not let a rank go"),
         pytest.param("lingers", 1, "rank 1 has not gone on from broadcast_object for ", id="it never says goodbye"),
+        pytest.param("pauses", 0, "", id="a rank that somebody stops for a moment goes on"),
         pytest.param("late", 0, "", id="a rank that has ended is not interrupted"),
         pytest.param("aborts", 1, "rank 0 was killed by SIGABRT; ", id="a library aborts, and shows what it said"),
     ],

@@ -149,7 +149,7 @@ def test_a_constant_slice_is_told_and_comes_back(
         tifffile.imwrite(tmp_path / f"{name}.tif", array)
     words = ("--input", tmp_path / "flat.tif", "--mask", tmp_path / "hole.tif", "--model", model, "--steps", 2)
     assert main(["inpaint", *map(str, words), "--out", str(tmp_path / "out")]) == 0
-    said = "flat, mask hole: all voxels outside the mask are 777: so is the result, without a PSNR"
+    said = "flat, mask hole: all known voxels are 777: so is the result, without a PSNR"
     assert said in capsys.readouterr().out
     assert np.array_equal(tifffile.imread(tmp_path / "out" / "images" / "flat_hole_tapa.tif"), slice_YX)
 
@@ -168,7 +168,7 @@ def test_a_part_is_called_by_the_numbers_of_the_input_and_slices_masked_wholly_a
     assert main(["inpaint", *map(str, words)]) == 0
     said = capsys.readouterr()
     assert "scan, mask holes: 1 slice(s) masked wholly, which leaves nothing to restore from: left as in" in said.out
-    assert "1 voxel(s) outside the mask lie beyond: --range 0,65535 takes them in" in said.out
+    assert "1 known voxel(s) lie beyond: --range 0,65535 takes them in" in said.out
     assert said.out.count("scan.tif: whole results of its own format alone keep that 0 is white") == 1
     assert "2 of 2 slices" in said.err and "of 5" not in said.err  # the others are no work
     images = tmp_path / "out" / "images"

@@ -47,11 +47,16 @@ def picture(slices: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("slices", [0, 3])
-def test_results_stay_as_they_are_without_a_test_and_have_intervals_beside(run: Run, slices: int) -> None:
-    """On replicas, which share the samples of a slice, as well, and where each sample is kept."""
+def test_results_stay_as_they_are_without_a_test_and_have_intervals_beside(
+    run: Run, slices: int, tmp_path: Path
+) -> None:
+    """On replicas, which share the samples of a slice, as well, and where each sample is kept. Uncertainty is half the
+    width of the intervals; without them nothing is shown as one."""
     image = picture(slices)
     plain, without, said = run(image, "--no_hidden_test")
-    assert not [name for name in without if "90" in name] and "in 90 %" not in said
+    assert not [name for name in without if "90" in name] and "in 90 %" not in said and "uncertainty" not in said
+    (page,) = tmp_path.glob("*/report.html")
+    assert "block_tapa_spread" in without and '"uncertainty":{' not in page.read_text()
     samples: list[np.ndarray] = []
     for more in ((), ("--keep_samples",), ("--ranks", 2, "--replicas", 2, "--keep_samples")):
         metrics, images, said = run(image, *more)
@@ -59,7 +64,8 @@ def test_results_stay_as_they_are_without_a_test_and_have_intervals_beside(run: 
         samples = samples or kept
         assert all(np.array_equal(*pair) for pair in zip(samples, kept, strict=bool(kept)))
         assert not kept or np.abs(np.mean(kept, 0) - images["block_tapa"]).max() <= 1
-        assert {*images} == {*without} | {"block_tapa_low_90", "block_tapa_high_90"} and "in 90 %" in said
+        assert {*images} == {*without} | {"block_tapa_low_90", "block_tapa_high_90"}
+        assert "in 90 %" in said and "uncertainty" in said
         assert all(np.array_equal(images[name], without[name]) for name in without)
         for row, before in zip(metrics["images"], plain["images"], strict=True):
             assert row["samples"] == 4 and row["psnr_db"] == before["psnr_db"] and before["intervals"] is None
@@ -72,11 +78,14 @@ def test_results_stay_as_they_are_without_a_test_and_have_intervals_beside(run: 
         truth = np.atleast_3d(image.T).T.astype(float)
         inside = ((low <= truth) & (truth <= high))[:, mask].mean(axis=1)
         assert [row["coverage_90"] for row in metrics["images"]] == pytest.approx(inside, abs=0.01)
+        widths = (high - low.astype(float))[:, mask].mean(axis=1) / np.ptp(metrics["inputs"][0]["range"])
+        assert [row["uncertainty"] for row in metrics["images"]] == pytest.approx(widths / 2, rel=0.05)
         if kept:
             errors = (np.reshape(kept, (4, -1, 96, 96)) - truth)[..., mask] / np.ptp(metrics["inputs"][0]["range"])
             single_db = -10 * np.log10(np.square(errors).mean(axis=2)).mean(axis=0)
             assert [row["psnr_db_single"] for row in metrics["images"]] == pytest.approx(single_db, abs=0.01)
         assert (low[:, mask] <= mean[:, mask]).all() and (high[:, mask] > low[:, mask]).mean() > 0.99
+    assert sum('"uncertainty":{' in one.read_text() for one in tmp_path.glob("*/report.html")) == 3
 
 
 def test_a_quarter_of_the_samples_and_of_the_tiles_more() -> None:
@@ -94,12 +103,14 @@ def test_a_quarter_of_the_samples_and_of_the_tiles_more() -> None:
     assert not hide_beside(image, mask, 0, lambda _: False).any()
 
 
-def test_where_nothing_can_be_hidden_there_are_no_intervals(run: Run) -> None:
+def test_where_nothing_can_be_hidden_there_are_no_intervals(run: Run, tmp_path: Path) -> None:
     mask = np.ones((96, 96), bool)
     mask[::24, ::24] = False
-    metrics, images, said = run(picture(), mask=mask)
+    metrics, images, said = run(picture(), "--invert=false", mask=mask)
     assert "1 of 1 results have no intervals: no regions like the mask's could be hidden" in said
-    assert metrics["images"][0]["intervals"] is None and metrics["images"][0]["coverage_90"] is None
+    assert all(metrics["images"][0][name] is None for name in ("intervals", "coverage_90", "uncertainty"))
+    (page,) = tmp_path.glob("*/report.html")
+    assert '"uncertainty":{' not in page.read_text()
     assert images["hole_tapa_high_90"][mask].min() == 65535 and images["hole_tapa_low_90"][mask].max() == 0
 
 

@@ -3,10 +3,12 @@ pins."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import tifffile
@@ -16,9 +18,9 @@ from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.partition import guides, partition_of, with_tokens, with_weights
-from cocodiff.jobs.pipelines import EMBEDDED, Request
+from cocodiff.jobs.pipelines import EMBEDDED, Request, usual_steps
 from cocodiff.models.family import GENERATE, INPAINT
-from cocodiff.planner.partitions import Partition
+from cocodiff.topology.axes import Partition
 
 SAMPLES = sorted((Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples").glob("*.tif"))
 ENCODER = {"text_encoder": ["transformers", "CLIPTextModelWithProjection"]}
@@ -125,3 +127,20 @@ def test_meshes_are_chosen_for_the_tokens_of_the_job(configs: Path) -> None:
 def test_who_guides(tmp_path, pipeline, more, guidance, expected):
     model = index_of(tmp_path / "model", pipeline, **more)
     assert guides(Request(str(model), GENERATE, ("",), guidance)) is expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "runs"),
+    [
+        ("StableDiffusion3Pipeline", INPAINT, "StableDiffusion3InpaintPipeline"),
+        ("StableDiffusion3Pipeline", GENERATE, "StableDiffusion3Pipeline"),
+        ("FluxPipeline", INPAINT, "FluxInpaintPipeline"),
+        ("WanPipeline", INPAINT, "WanPipeline"),
+    ],
+)
+def test_steps_are_the_models_own_unless_they_are_told(tmp_path: Path, kind: str, task: str, runs: str) -> None:
+    """The default of the pipeline that runs; of the embedded model, and one trained from it, what was measured."""
+    index_of(tmp_path, kind)
+    expected = inspect.signature(getattr(diffusers, runs).__call__).parameters["num_inference_steps"].default
+    assert usual_steps(Request(str(tmp_path), task)) == expected >= 28
+    assert usual_steps(Request(EMBEDDED, INPAINT)) == 10

@@ -67,6 +67,18 @@ def test_a_trained_model_restores(scan: Path, tmp_path: Path, capsys: pytest.Cap
     assert outputs[0].shape == outputs[1].shape and (outputs[0] != outputs[1]).any()
 
 
+def test_the_mask_may_cover_whole_slices_and_nothing_else(scan: Path, tmp_path: Path) -> None:
+    """Nothing of these is learnt: their voxels, which are no numbers, are in no patch."""
+    volume, lost = tifffile.imread(scan / "scan.tif").astype(np.float32), np.zeros((20, 100, 110), np.uint8)
+    lost[4:6], volume[4:6] = 255, np.nan
+    for name, array in (("lost", lost), ("holes", volume)):
+        tifffile.imwrite(tmp_path / f"{name}.tif", array, photometric="minisblack")
+    given = ("--input", tmp_path / "holes.tif", "--mask", tmp_path / "lost.tif")
+    assert train(scan, tmp_path / "model", *given) == 0
+    losses = [row["held_out_loss"] for row in json.loads((tmp_path / "model" / "training.json").read_text())["losses"]]
+    assert len(losses) == 3 and np.isfinite(losses).all()
+
+
 @pytest.mark.full
 def test_a_stopped_training_goes_on_to_the_same_bits(
     scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -23,12 +23,13 @@ MASKS = {"holes": HOLES, "slab": SLAB, "cells": CELLS}
 
 
 def scans() -> dict[str, np.ndarray]:
-    """Make a volume of slow changes, one that is the same in all slices, and noise."""
+    """Make a volume of slow changes, one of edges and noise, one that is the same in all slices, and noise."""
     z, y, x = np.mgrid[tuple(slice(side) for side in SHAPE)]
     random, other = np.random.default_rng(0), np.random.default_rng(1)
     lines = np.broadcast_to(random.random(SHAPE[1:]), SHAPE)
     scan = 0.5 + 0.3 * np.sin(x / 3 + z / 9) * np.cos(y / 4) + 0.02 * random.normal(size=SHAPE)
-    found = {"scan": scan, "lines": lines, "noise": 0.5 + 0.1 * other.normal(size=SHAPE)}
+    edges = 0.3 + 0.4 * (np.sin(x / 3 + z / 9) * np.cos(y / 4) > 0) + 0.1 * np.random.default_rng(0).normal(size=SHAPE)
+    found = {"scan": scan, "edges": edges, "lines": lines, "noise": 0.5 + 0.1 * other.normal(size=SHAPE)}
     return {name: (np.clip(volume, 0, 1) * 60000).astype(np.uint16) for name, volume in found.items()}
 
 
@@ -55,7 +56,7 @@ def metrics_of(out: Path) -> Any:
 def image(out: Path, end: str, mask: str = "holes", name: str = "scan") -> np.ndarray:
     """Read a result, and check that known voxels have their bits in it."""
     found = np.asarray(tifffile.imread(out / "images" / f"{name}_{mask}_tapa{end}.tif"))
-    if end != "_std" and len(found) == len(SCANS[name]):
+    if end != "_spread" and len(found) == len(SCANS[name]):
         known = MASKS[mask] == 0
         assert found[known].tobytes() == SCANS[name][known].tobytes()
     return found
@@ -70,20 +71,21 @@ def number(row: dict[str, Any]) -> int:
 def test_axes_weights_and_intervals_are_learnt_on_hidden_regions(folder: Path, tmp_path: Path) -> None:
     """By default, of several samples of a volume; two replicas make the same bits."""
     whole, out, samples = tmp_path / "whole", tmp_path / "out", ("--samples", 3, "--keep_samples")
-    done = forked(*words(folder, whole, *samples), folder=tmp_path)
+    done = forked(*words(folder, whole, *samples, name="edges"), folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    gone = forked(*words(folder, out, *samples, "--ranks", 2, "--replicas", 2), folder=tmp_path)
+    gone = forked(*words(folder, out, *samples, "--ranks", 2, "--replicas", 2, name="edges"), folder=tmp_path)
     assert gone.returncode == 0 and results(out) == results(whole), gone.stderr
     metrics, page = metrics_of(whole), (whole / "report.html").read_text()
-    (volume,), original, hidden = metrics["volumes"], SCANS["scan"], HOLES > 0
+    (volume,), original, hidden = metrics["volumes"], SCANS["edges"], HOLES > 0
     assert sum(volume["axes"].values()) == pytest.approx(1, abs=0.01) and volume["hidden_regions"] > 1
     figures = volume["hidden_psnr_db"]
     assert {"cocodiff", "biharmonic", "linear across z", "Laplace in 3-D"} <= {*figures}
     assert f"on {volume['hidden_regions']} hidden regions of this volume" in done.stdout
     assert f"cocodiff {figures['cocodiff']:.1f} dB" in done.stdout
     assert volume["verdict"] in done.stdout and volume["verdict"] in page
-    low, mean, high = (image(whole, name) for name in ("_low_90", "", "_high_90"))
-    samples = [image(whole, f"_sample_{number}") for number in range(3)]
+    low, mean, high = (image(whole, end, name="edges") for end in ("_low_90", "", "_high_90"))
+    samples = [image(whole, f"_sample_{number}", name="edges") for number in range(3)]
+    assert not np.array_equal(samples[0], samples[1])
     assert all(one.dtype == original.dtype for one in (low, mean, high, *samples))
     assert (low <= mean).all() and (mean <= high).all() and (low < high)[hidden].all()
     pairs = hidden[1:] | hidden[:-1]
@@ -103,9 +105,11 @@ def test_the_mean_along_axes_is_that_of_the_samples(folder: Path, tmp_path: Path
     assert main(words(folder, out, *more)) == 0
     samples = [image(out, f"_sample_{number}").astype(float) for number in range(3)]
     assert np.abs(np.mean(samples, axis=0) - image(out, "")).max() <= 1
-    spread, hidden = image(out, "_std"), HOLES > 0
+    spread, hidden = image(out, "_spread"), HOLES > 0
     np.testing.assert_allclose(spread[hidden], np.std(samples, axis=0, ddof=1)[hidden], atol=2)
     assert not (out / "images" / "scan_holes_tapa_low_90.tif").exists()
+    assert "tapa: uncertainty" not in (out / "report.html").read_text()
+    assert all(row["uncertainty"] is None for row in metrics_of(out)["images"])
     (volume,) = metrics_of(out)["volumes"]
     assert volume["axes"] == pytest.approx(dict.fromkeys("zyx", 1 / 3), abs=1e-4) and volume["verdict"] is None
     assert main(words(folder, tmp_path / "one", "--axes", "z")) == 0
@@ -113,11 +117,14 @@ def test_the_mean_along_axes_is_that_of_the_samples(folder: Path, tmp_path: Path
 
 
 @pytest.mark.full
-def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Path, tmp_path: Path) -> None:
-    assert main(words(folder, tmp_path / "out", "--samples", 2, mask="slab")) == 0
+@pytest.mark.parametrize("axes", ["auto", "y x"])
+def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Path, tmp_path: Path, axes: str) -> None:
+    more = ("--axes", *axes.split(), *["--no_hidden_test"] * (axes != "auto"))
+    assert main(words(folder, tmp_path / "out", "--samples", 2, *more, mask="slab")) == 0
     metrics = metrics_of(tmp_path / "out")
     (volume,) = metrics["volumes"]
-    assert {*volume["axes"]} & {"y", "x"} and "biharmonic" not in volume["hidden_psnr_db"]
+    assert axes == "auto" or [*volume["axes"]] == ["y", "x"]
+    assert axes != "auto" or ("z" not in volume["axes"] and "biharmonic" not in volume["hidden_psnr_db"])
     assert [number(row) for row in metrics["images"]] == [8, 9, 10]
     restored = image(tmp_path / "out", "", "slab")[8:11]
     assert restored.std() > 0 and (restored != SCANS["scan"][8:11]).mean() > 0.9
@@ -141,6 +148,18 @@ def test_the_mean_leans_on_a_method_without_a_model_that_is_better(
     assert -10 * np.log10(np.mean(error**2) + 1e-20) > max(least_db, figures["the model alone"])
 
 
+def test_nothing_is_sampled_where_a_method_without_a_model_is_ahead(folder: Path, tmp_path: Path) -> None:
+    """What it makes is the result and each of its samples; the test's time is in that of the job."""
+    assert main(words(folder, tmp_path / "out", "--samples", 3, "--keep_samples", name="lines")) == 0
+    (volume,), rows = metrics_of(tmp_path / "out")["volumes"], metrics_of(tmp_path / "out")["images"]
+    assert volume["axes"] == {} and volume["weights"]["linear across z"] == 1
+    assert volume["hidden_psnr_db"]["cocodiff"] == volume["hidden_psnr_db"]["linear across z"]
+    mean, *samples = (image(tmp_path / "out", end, name="lines") for end in ("", "_sample_0", "_sample_1", "_sample_2"))
+    assert all(np.array_equal(mean, one) for one in samples)
+    assert not image(tmp_path / "out", "_spread", name="lines").any()
+    assert all(row["seconds"] > 0 for row in rows)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("slices", [slice(3, 4), slice(0, 5), None])
 def test_a_mask_that_is_the_same_in_every_slice_is_tested_along_z(
@@ -150,7 +169,9 @@ def test_a_mask_that_is_the_same_in_every_slice_is_tested_along_z(
     more = ("--hidden_test", "--slices", f"{slices.start}:{slices.stop}") if slices else ()
     assert main(words(folder, tmp_path / "out", "--samples", 2, *more, mask="cells")) == 0
     (volume,) = metrics_of(tmp_path / "out")["volumes"]
-    assert [*volume["axes"]] == ["z"] and volume["hidden_regions"] > 1 and "biharmonic" in volume["hidden_psnr_db"]
+    figures = volume["hidden_psnr_db"]
+    assert {*volume["axes"]} <= {"z"} and not any("along" in name for name in figures)
+    assert volume["hidden_regions"] > 1 and "biharmonic" in figures
     assert f"hidden regions of this {'slice' if slices == slice(3, 4) else 'volume'}: " in volume["verdict"]
     low, mean, high = (image(tmp_path / "out", name, "cells") for name in ("_low_90", "", "_high_90"))
     known = CELLS[0] == 0

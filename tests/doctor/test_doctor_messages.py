@@ -86,6 +86,8 @@ def test_a_pair_tells_how_a_library_takes_batches(simulated, monkeypatch, each_a
     messages, between streams and to all, are right with either habit. Where `auto` is not what is needed it says so."""
     found, (of_pair, _) = messages_found(simulated, monkeypatch, each_alone, believed)
     assert found.stopped == "" and found.order == trials.ROUNDS
+    assert [set(rank.rates) for rank in found.ranks] == [{"bf16_tflop_s", "launch_us", "wait_us"}] * 2
+    assert all(rank.rates["bf16_tflop_s"] > 0 < rank.rates["launch_us"] for rank in found.ranks)
     assert len(found.alltoalls) == 10 and not any(one.wrong for one in found.alltoalls)
     assert found.pair[0] == (["met"] if each_alone else ["met", []])
     needed = "alltoall" if each_alone else "batch"
@@ -153,15 +155,23 @@ def asked(trial: str, how: Launch, size: int, rank: int = 0, **of_transport: Any
 
 
 PALS = {"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "12", "CCL_OP_SYNC": "1", "COCODIFF_RANKS": "24"}
+BY_PALS = "mpiexec --pmi=pmix --envall"
+MORE = {"MPIEXEC_FLAGS": "--no-vni"}  # of PALS' mpiexec
 
 
 @pytest.mark.parametrize(
     ("trial", "how", "environment", "started", "sync"),
     [
-        ("pair", Launch("mpi", 0, 24, 0, 12), PALS, "mpiexec --pmi=pmix --envall -n 2 --ppn 2", "1"),
-        ("op_sync", Launch("mpi", 0, 24, 0, 12), PALS, "mpiexec --pmi=pmix --envall -n 24 --ppn 12", "0"),
+        ("pair", Launch("mpi", 0, 24, 0, 12), PALS, f"{BY_PALS} -n 2 --ppn 2", "1"),
+        (
+            "op_sync",
+            Launch("mpi", 0, 24, 0, 12),
+            PALS | MORE,
+            "mpiexec --pmi=pmix --envall --no-vni -n 24 --ppn 12",
+            "0",
+        ),
         ("pair", Launch("mpi", 0, 24, 0, 1), {}, "mpiexec -n 2 --ppn 1", None),
-        ("op_sync", Launch("mpi", 0, 24, 0, 12), {}, "mpiexec -n 24 --ppn 12", "1"),
+        ("op_sync", Launch("mpi", 0, 24, 0, 12), MORE, "mpiexec -n 24 --ppn 12", "1"),
         ("op_sync", Launch("torchrun", 0, 24, 0, 12), {"RANK": "0", "CCL_OP_SYNC": "0"}, "12", "1"),
         ("pair", Launch("forked", 0, 24, 0, 24), {}, "2", None),
     ],
@@ -176,7 +186,7 @@ def test_a_job_of_its_own_is_started_as_this_one_was(monkeypatch, trial, how, en
 
     monkeypatch.setattr(command.subprocess, "run", run)
     monkeypatch.setattr(command, "find_mpiexec", lambda: "mpiexec")
-    for name in ("CCL_OP_SYNC", "PALS_RANKID"):
+    for name in ("CCL_OP_SYNC", "PALS_RANKID", "MPIEXEC_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

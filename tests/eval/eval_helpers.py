@@ -53,6 +53,7 @@ SAMPLES: dict[str, Any] = {
     "coverage_90": 0.81,
     "psnr_db_single": 20.12,
     "intervals": {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0},
+    "uncertainty": 0.118,
 }
 RICH_SLICES = {"scan": range(20, 26), "stack": range(15)}
 
@@ -100,9 +101,9 @@ def rich_run() -> dict[str, Any]:
     rows.append(row_of("drawn", None, "flat", NOTHING, 3.0, {"sibling": 1536}))
     told = {"name": "scan", "mask": "holes", "slices": [20, 26], "range": [0, 16383], "extremes": [0, 65535]}
     inputs = [
-        {**told, "beyond": 9, "wholly_masked": [24]},
-        {**told, "name": "other", "wholly_masked": [], "beyond": 0},
-        {**told, "name": "a", "mask": "block", "wholly_masked": [], "beyond": 0},
+        {**told, "beyond": 9, "wholly_masked": [24], "remarks": ["the mask is odd"]},
+        {**told, "name": "other", "wholly_masked": [], "beyond": 0, "remarks": []},
+        {**told, "name": "a", "mask": "block", "wholly_masked": [], "beyond": 0, "remarks": []},
     ]
     jumps = [{"name": "stack", "mask": "block", "mode": "ahead", "slice_jump": 1.234}]
     return metrics_document({"steps": 20}, 4, rows) | {"inputs": inputs, "jumps": jumps}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ def voxels(dtype: str = "uint16") -> np.ndarray:
 
 def ranges(path: str) -> tuple[float, float]:
     stack = open_stack(path)
-    found = intensity_range(stack, make_mask("center", stack))
+    found = intensity_range(stack, replace(make_mask("center", stack), from_file=True))
     return found.low, found.high
 
 
@@ -149,9 +150,9 @@ def exported(path: str, folder: Path, samples: int = 2, anew: bool = False) -> A
     def read(name: str, index: int) -> np.ndarray:
         image_YX, mask_YX = task.stack.read(index), task.mask.read(index)
         image_YX = compose_native(image_YX, pattern[index], mask_YX, task.scale) if anew else image_YX
-        return image_YX.astype(np.float32 if name == "tapa_std" else image_YX.dtype)
+        return image_YX.astype(np.float32 if name == "tapa_spread" else image_YX.dtype)
 
-    files = result_files(task, ["tapa"], read, samples=samples)
+    files = result_files(task, ["tapa"], read, samples=samples, more=["_low_90"])
     export(task, files, folder, {"tapa": {"version": "1"}}, {"version": "1"}, lambda numbers, what: numbers)
     return task
 
@@ -178,7 +179,8 @@ def test_scales_are_kept_for_voxels_and_not_for_masks(tmp_path: Path, kind: str)
     told = "; ".join(task.stack.metadata.remarks)
     assert "whole results of its own format alone keep scale_factor 0.5, add_offset 20" in told
     stem = f"{task.stack.name}_center"
-    for end, kept in (("tapa", {*about}), ("tapa_std", {"scale_factor", "units"}), ("mask", {"scale_factor", "units"})):
+    scales = {"scale_factor", "units"}
+    for end, kept in (("tapa", {*about}), ("tapa_low_90", {*about}), ("tapa_spread", scales), ("mask", scales)):
         found = attributes_of(tmp_path, f"{stem}_{end}", kind)
         assert {*found} & {*about} == kept, end
         assert {one: np.asarray(found[one]).tolist() for one in kept} == {one: about[one] for one in kept}
@@ -252,7 +254,7 @@ def test_missing_voxels_of_tiff_are_those_that_gdal_declares(tmp_path: Path, dty
     path = write_gdal(tmp_path, voxels(dtype), text)
     refused(path, r"2 .*missing \(_FillValue 7\) voxels .* the first at slice 1, row 2, column 3;")
     exported(write_gdal(tmp_path, np.maximum(voxels(dtype), 1001), text), tmp_path)
-    for name, kept in (("tapa", True), ("tapa_std", False), ("mask", False)):
+    for name, kept in (("tapa", True), ("tapa_spread", False), ("mask", False)):
         with tifffile.TiffFile(tmp_path / f"scan_center_{name}.tif") as tiff:
             assert (42113 in tiff.pages.first.tags) is kept, name
 

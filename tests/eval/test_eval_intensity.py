@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cocodiff_eval.data import intensity
-from cocodiff_eval.data.intensity import IntensityRange, compose_native, fill_from_outside, intensity_range, parse_range
+from cocodiff_eval.data.intensity import (
+    IntensityRange,
+    compose_native,
+    fill_from_outside,
+    half_width,
+    intensity_range,
+    parse_range,
+)
 from cocodiff_eval.data.masks import Mask, block_mask, center_mask, make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Part, Stack
@@ -27,8 +34,9 @@ from cocodiff.config.errors import UserError
 
 
 def save(folder: Path, array: np.ndarray, kind: str = "center", **more: Part) -> tuple[Stack, Mask]:
+    """Return a stack and a mask, as if it came from a file."""
     stack = open_stack(write_tiff(folder, array), **more)
-    return stack, make_mask(kind, stack, 5)
+    return stack, replace(make_mask(kind, stack, 5), from_file=True)
 
 
 @settings(max_examples=40, deadline=None)
@@ -69,12 +77,37 @@ def test_the_range_is_over_the_stack_and_outside_the_mask(tmp_path: Path) -> Non
     volume[1, 8:12, 8:12] = 30000
     both = save(tmp_path, volume)
     assert intensity_range(*both) == IntensityRange(-7.0, 90.0)
-    for ends in ((90.0, 95.0), (-9.0, -7.0)):  # one voxel lies in it, at an end
-        assert intensity_range(*both, given=ends) == IntensityRange(*ends, (-7.0, 90.0), 899)
+    assert intensity_range(*both, given=(4.0, 5.0)) == IntensityRange(4.0, 5.0, (-7.0, 90.0), 2)
     whole = replace(both[1], full=frozenset({1}))  # slice 1 is masked wholly
-    assert intensity_range(both[0], whole, given=(90.0, 95.0)).beyond == 599
+    assert intensity_range(both[0], whole, given=(4.0, 50.0)).beyond == 2
+    made = replace(both[1], from_file=False)  # what it hides is known
+    assert intensity_range(both[0], made) == IntensityRange(-7.0, 30000.0)
     volume[:2] = np.linspace([0, 500], [1000, 510], 400).T.reshape(2, 20, 20)
     assert intensity_range(*save(tmp_path, volume[:2])) == IntensityRange(0.0, 1000.0)
+
+
+def test_under_a_made_mask_the_range_is_the_whole_slices(tmp_path: Path) -> None:
+    """But for what is missing there, which is no obstacle."""
+    image_YX = np.random.default_rng(0).random((40, 40)).astype(np.float32)
+    image_YX[10:30, 10:30] += 2
+    image_YX[20, 20] = np.nan
+    stack, from_file = save(tmp_path, image_YX)
+    known = image_YX[np.isfinite(image_YX)]
+    expected = IntensityRange(float(known.min()), float(known.max()))
+    assert intensity_range(stack, make_mask("center", stack)) == expected
+    assert intensity_range(stack, from_file).high < 1
+
+
+@pytest.mark.parametrize(("ends", "inside"), [((5000.0, 6000.0), 0), ((1590.5, 9999.0), 9), ((-0.0009, 0.003), 1)])
+def test_a_range_that_hardly_any_voxel_lies_in_is_refused(
+    tmp_path: Path, ends: tuple[float, float], inside: int
+) -> None:
+    """With the data's own, which leaves outliers out."""
+    image_YX = np.arange(1600, dtype=np.uint16).reshape(40, 40)
+    image_YX[0, 5] = 40000
+    stack, mask = save(tmp_path, image_YX)
+    with pytest.raises(UserError, match=rf" 1,200 known voxels .* {inside} lie in it; .* --range 0,1599$"):
+        intensity_range(stack, mask, given=ends)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])
@@ -193,8 +226,6 @@ def test_a_range_that_is_given(tmp_path: Path) -> None:
     beyond = np.count_nonzero(((image_YX < 100) | (image_YX > 1000)) & ~mask.read(0))
     given = intensity_range(stack, mask, given=parse_range("100, 1e3"))
     assert given == IntensityRange(100.0, 1000.0, (0.0, 1599.0), beyond)
-    with pytest.raises(UserError, match=r"--range 5000,6000: no voxel .* from 0 to 1599"):
-        intensity_range(stack, mask, given=(5000.0, 6000.0))
 
 
 def test_a_range_beyond_float64(tmp_path: Path) -> None:
@@ -255,3 +286,19 @@ def test_biharmonic_beats_filling_and_solves_large_holes_coarser(monkeypatch: py
     np.testing.assert_array_equal(coarse_YX[~mask_YX], image_YX[~mask_YX])
     assert np.abs(coarse_YX - fine_YX).max() < 0.05
     np.testing.assert_array_equal(baseline.biharmonic(image_YX, mask_YX & False), image_YX)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint64", "float32", "float64"])
+def test_half_the_width_of_intervals_is_unknown_where_all_ends_are_those_of_the_type(dtype: str) -> None:
+    """Some may be: an interval that was calibrated can be as wide as the type."""
+    mask_YX, limits = marked((4, 6), np.s_[1:3, 2:5]), np.iinfo(dtype) if dtype[0] in "ui" else np.finfo(dtype)
+    image_YX = np.full((4, 6), 50, dtype)
+    ends = [np.where(mask_YX, end, image_YX).astype(dtype) for end in (limits.min, limits.max)]
+    scale = IntensityRange(0.0, 100.0)
+    assert np.isinf(half_width(ends, mask_YX, scale)[mask_YX]).all()
+    ends[0][1, 2], ends[1][1, 2] = 40, 70
+    width_YX = half_width(ends, mask_YX, scale)
+    assert np.isfinite(width_YX).all() and width_YX[1, 2] == 15 and (width_YX[~mask_YX] == 0).all()
+    declared = IntensityRange(0.0, 100.0, declared={"valid_range": [10.0, 90.0]})
+    bounded = [np.where(mask_YX, end, image_YX).astype(dtype) for end in (10, 90)]
+    assert np.isinf(half_width(bounded, mask_YX, declared)[mask_YX]).all()

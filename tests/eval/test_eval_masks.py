@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import tifffile
 from cocodiff_eval.cli.inpaint import read_alike
 from cocodiff_eval.data.masks import Mask, block_mask, center_mask, make_mask
+from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Stack
 from eval_helpers import marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from scipy.ndimage import binary_dilation, gaussian_filter
 
 from cocodiff.config.errors import UserError
 
@@ -118,6 +121,86 @@ def test_mistakes(tmp_path: Path, stack: Stack, case: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         make_mask(str(tmp_path / "mask.tif"), stack)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("grow", [1, 2])
+def test_a_mask_grows_by_voxels_on_each_side(tmp_path: Path, stack: Stack, deep: bool, grow: int) -> None:
+    """Along z as well, where the file has slices; also where a file marks what is kept."""
+    mask = np.zeros((3, 40, 52), bool) if deep else np.zeros((1, 40, 52), bool)
+    mask[0, 10:12, 20] = mask[0, 39, 0] = True
+    expected = binary_dilation(mask, np.ones((2 * grow + 1,) * 3))
+    for invert in (None, True):
+        stored = (mask != bool(invert)) if deep else (mask != bool(invert))[0]
+        tifffile.imwrite(tmp_path / "mask.tif", stored.astype(np.uint8), photometric="minisblack")
+        grown = make_mask(f"{tmp_path}/mask.tif", stack, grow=grow, invert=invert)
+        assert grown.masked == tuple(np.broadcast_to(expected.any(axis=(1, 2)), 3))
+        assert all(np.array_equal(grown.read(index), expected[index if deep else 0]) for index in range(3))
+
+
+def test_a_mask_of_nearly_all_voxels_is_refused_unless_it_is_meant(tmp_path: Path, stack: Stack) -> None:
+    mask = np.ones((40, 52), np.uint8)
+    mask[:2] = 0  # 5 % are known
+    tifffile.imwrite(tmp_path / "most.tif", mask, photometric="minisblack")
+    assert make_mask(f"{tmp_path}/most.tif", stack).read(0).mean() == 0.95
+    mask[1, 3] = 1
+    tifffile.imwrite(tmp_path / "mask.tif", mask, photometric="minisblack")
+    with pytest.raises(UserError, match=r"95.0% of the voxels are masked: .*--invert=true .*--invert=false"):
+        make_mask(f"{tmp_path}/mask.tif", stack)
+    for invert in (True, False):
+        assert np.array_equal(make_mask(f"{tmp_path}/mask.tif", stack, invert=invert).read(0), (mask != 0) != invert)
+
+
+@pytest.mark.parametrize("changed", [{"grow": 1}, {"invert": True}, {"invert": False}, {"grow": -1}])
+def test_what_is_of_masks_from_files_is_refused_of_made_ones(stack: Stack, changed: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"--{next(iter(changed))}"):
+        make_mask("block", stack, **changed)
+
+
+def texture(slices: int = 3) -> np.ndarray:
+    """Grains of two phases with noise, [Z, 128, 128]."""
+    random = np.random.default_rng(4)
+    grains = gaussian_filter(random.normal(size=(slices, 128, 128)), (0, 3, 3)) > 0
+    return (np.where(grains, 12000, 8000) + random.normal(0, 600, grains.shape)).astype(np.uint16)
+
+
+def disc(radius: int) -> np.ndarray:
+    return (np.arange(128)[:, None] - 60) ** 2 + (np.arange(128) - 70) ** 2 < radius**2
+
+
+def remarks_on(folder: Path, volume: np.ndarray, mask: np.ndarray, **more: Any) -> str:
+    """Return what is said of a mask."""
+    for name, array in (("scan", volume), ("mask", mask.astype(np.uint8))):
+        tifffile.imwrite(folder / f"{name}.tif", array, photometric="minisblack")
+    return "; ".join(make_mask(f"{folder}/mask.tif", open_stack(f"{folder}/scan.tif"), **more).remarks)
+
+
+@pytest.mark.parametrize("radius", [5, 12])
+@pytest.mark.parametrize("small", [0, 1, 2, 4])
+@pytest.mark.parametrize("value", [30000, 0], ids=["metal", "blanked"])
+def test_known_voxels_that_look_like_what_a_mask_covers_are_told(
+    tmp_path: Path, value: int, small: int, radius: int
+) -> None:
+    """With what would cover them, which then is right."""
+    volume = texture()
+    volume[:, disc(radius)] = value
+    told = remarks_on(tmp_path, volume, disc(radius - small))
+    assert (f"--grow {small}" in told) if small else not told, told
+    assert not remarks_on(tmp_path, volume, disc(radius - small), grow=small)
+
+
+def test_a_right_mask_goes_without_a_remark(tmp_path: Path) -> None:
+    """Of rings, lost slices, boxes of a texture under which the original or nothing is stored, and gaps of NaN."""
+    volume = texture(4)
+    ring = np.abs(np.hypot(np.arange(128)[:, None] - 64, np.arange(128) - 64) - 40) < 1.5
+    lost = np.zeros(volume.shape, bool)
+    lost[1:3] = True
+    masks = [ring, lost, *(block_mask((128, 128), seed) for seed in range(8)), disc(3), disc(30), ~disc(30)]
+    for mask in masks:
+        covered = np.broadcast_to(mask, volume.shape)
+        stored = [volume, np.where(covered, 0, volume), np.where(covered, 65535, volume)]
+        for one in (*stored, np.where(covered, np.nan, volume.astype(np.float32))):
+            assert not remarks_on(tmp_path, one, mask, along_z=False)
 
 
 def test_missing_file_names_the_choices(stack: Stack) -> None:

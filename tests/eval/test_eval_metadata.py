@@ -3,6 +3,7 @@ voxels; and how units of all formats are spelled."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,13 @@ def test_names_and_descriptions_of_a_sequence_are_kept(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {*names[1:4]}
     with tifffile.TiffFile(folder / "recon_10.tiff") as tiff:
         assert tiff.pages.first.description == "slice 2"
+
+
+def test_names_of_slices_beyond_99999_have_one_width(tmp_path: Path) -> None:
+    many = replace(open_volume(write_zarr(tmp_path, VOLUME)), shape=(100_001, *VOLUME.shape[1:]))
+    many = replace(many, reader=lambda number, read=many.reader: read(number % len(VOLUME)))
+    folder = restored(Part("99998:100001").of(many), "sequence", tmp_path).path
+    assert sorted(path.name for path in folder.iterdir()) == [f"slice_{n:06}.tif" for n in range(99_998, 100_001)]
 
 
 @pytest.mark.parametrize("bits", [4, 12])

@@ -126,11 +126,12 @@ def test_the_page_and_the_table_tell_of_everything_in_a_run(tmp_path: Path, snap
 def test_columns_and_remarks_that_say_nothing_are_left_out(tmp_path: Path, snapshot: Callable[[str], None]) -> None:
     """One rank; slices in one preset, whose intervals nothing has calibrated; every second slice of a stack whose truth
     is unknown, more ranges than are written out; and slices by themselves, one of them without a truth."""
-    uncalibrated = {name: value for name, value in SAMPLES.items() if name != "intervals"} | {"rank_seconds": 1.0}
+    uncalibrated = {name: value for name, value in SAMPLES.items() if name not in ("intervals", "uncertainty")}
+    uncalibrated |= {"rank_seconds": 1.0}
     rows = [row_of(f"a[{n}]", "block", "flat", QUALITY, 1.0, {}, baseline=BASELINE, **uncalibrated) for n in range(2)]
     rows += [row_of(f"b[{n}]", "m", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in range(0, 30, 2)]
     rows += [row_of("c", "m", "flat", QUALITY, 1.0, {}), row_of("d", "m", "flat", NOTHING, 1.0, {})]
-    told = {"mask": "m", "wholly_masked": [], "range": [1e-7, 0.5], "extremes": [-1.25, 3e9]}
+    told = {"mask": "m", "wholly_masked": [], "remarks": [], "range": [1e-7, 0.5], "extremes": [-1.25, 3e9]}
     inputs = [{**told, "name": name, "beyond": beyond} for name, beyond in (("c", 1), ("d", 12345))]
     document = metrics_document({}, 1, rows) | {"inputs": inputs}
     slices = {"b": range(31)}
@@ -206,16 +207,16 @@ def test_the_more_slices_the_smaller_their_pictures() -> None:
     assert json.loads(encode(known()[1][0], many.side, many.share))["width"] == 48
 
 
-def test_error_and_spread_are_of_masked_voxels_and_a_truth_may_have_gaps() -> None:
+def test_error_and_uncertainty_are_of_masked_voxels_and_a_truth_may_have_gaps() -> None:
     """A gap under the mask is unknown, without an error."""
     torn_YX = np.where(MASK_YX, np.nan, IMAGE_YX)
     error_YX, known_YX = error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
     assert not error_YX.any() and not known_YX.any()
-    spread = {"flat": np.full(MASK_YX.shape, np.float32(0.2))}
-    torn = Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, spread)
+    width = {"flat": np.full(MASK_YX.shape, 0.2)}
+    torn = Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, width)
     shown = json.loads(encode(torn, 24, 10**5))
-    assert (shown["width"], shown["height"], shown["spread_top"]) == (24, 20, "0.2")
-    assert set(np.unique(pixels(shown["spread"]["flat"]))) == {0, 255}
+    assert (shown["width"], shown["height"], shown["uncertainty_top"]) == (24, 20, "0.2")
+    assert set(np.unique(pixels(shown["uncertainty"]["flat"]))) == {0, 255}
     gap_YX = MASK_YX & (np.arange(48) % 3 == 0)
     truth_YX = np.where(gap_YX, np.nan, IMAGE_YX)
     with_gaps = Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX)

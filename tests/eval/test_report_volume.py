@@ -33,12 +33,12 @@ def volume(shape: Sequence[int] = SHAPE, regions: Sequence[tuple[slice, ...]] = 
     truth = np.random.default_rng(0).integers(100, 800, shape).astype(np.uint16)
     mask = marked(tuple(shape), *regions)
     restored = np.where(mask, truth + 100, truth).astype(np.uint16)
-    spread = np.where(mask, 50.0, 0.0).astype(np.float32)
+    width = np.where(mask, 50.0, 0.0)
     grey = {"tapa": restored.__getitem__, "tapa: low 90 %": (restored - 50).__getitem__}
     sides, region = Metadata(voxel_size=(0.7, 0.7, 0.7), unit="micrometer"), Region(FIRST, (100 + shape[0], 98, 105))
     stack = Stack("scan.h5", "scan", truth.shape, truth.dtype, 3, truth.__getitem__, sides, region=region)
     holes = Mask("holes", True, truth.shape, mask.__getitem__, (True,) * len(truth))
-    shown = ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": spread.__getitem__})
+    shown = ShownVolume(stack, holes, SCALE, stack, grey, {"tapa: uncertainty": width.__getitem__})
     return shown, truth, mask, restored
 
 
@@ -55,11 +55,24 @@ def test_a_small_volume_is_embedded_whole() -> None:
     assert [tuple(slice(*side) for side in box) for box in found["regions"]] == [REGIONS[1], REGIONS[0]]
     np.testing.assert_array_equal(np.unpackbits(voxels(found["masked"]))[: mask.size].reshape(SHAPE), mask)
     np.testing.assert_allclose(voxels(found["voxels"]).reshape(SHAPE) / 255 * 1000, truth, atol=2)
-    tapa, low, spread = found["layers"]
+    tapa, low, width = found["layers"]
     assert [one["name"] for one in found["layers"]] == ["tapa", "tapa: low 90 %", "tapa: uncertainty"]
     np.testing.assert_allclose(voxels(tapa["voxels"]) / 255 * 1000, restored[mask], atol=2)
     np.testing.assert_allclose(voxels(low["voxels"]) / 255 * 1000, restored[mask] - 50.0, atol=2)
-    assert spread["top"] == 50 and set(voxels(spread["voxels"])) == {255}
+    assert width["top"] == 50 and set(voxels(width["voxels"])) == {255}
+
+
+def test_where_nothing_is_known_of_the_error_no_uncertainty_is_shown() -> None:
+    """Of some slices: there it is the largest that is shown, or more."""
+    shown, _, mask, _ = volume()
+    of_some = [np.where(mask[index], np.inf if index < 5 else 20.0, 0.0) for index in range(len(mask))]
+    found = embedded(replace(shown, uncertainty={"tapa: uncertainty": of_some.__getitem__}), 10**6)["layers"][-1]
+    assert (found["name"], found["top"]) == ("tapa: uncertainty", 20) and set(voxels(found["voxels"])) == {255}
+    nothing = {"tapa: uncertainty": lambda index: np.full(mask.shape[1:], np.inf)}
+    assert [one["name"] for one in embedded(replace(shown, uncertainty=nothing), 10**6)["layers"]] == [
+        "tapa",
+        "tapa: low 90 %",
+    ]
 
 
 def test_nothing_under_the_mask_is_embedded_where_the_truth_is_unknown() -> None:
@@ -172,11 +185,11 @@ def test_what_the_script_of_a_page_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[str], None]
 ) -> None:
     """Figures, curves and views of a volume of which every second voxel is embedded, and of 14 of 98 slices."""
-    rows = []
+    rows, calibrated = [], {"samples": 2, "intervals": {"factor_90": 2.0}}
     for n in range(101, 129, 2):
         for add, mode in enumerate(("tapa", "late")):
             known = {"psnr_db": 20 + n * 7 % 13 / 2 + add, "ssim": n / 200 + add / 10, "mse": 0.01}
-            more = {"psnr_vs_exact_db": None if n == 103 else 31.25, "exact_compared": mode == "late"}
+            more = {"psnr_vs_exact_db": None if n == 103 else 31.25, "exact_compared": mode == "late", **calibrated}
             quality = NOTHING if n == 105 else known
             rows.append(row_of(f"scan[{n}]", "holes", mode, quality, 1.0, {}, baseline=BASELINE, **more))
     texts = {"original": "o!Aa~C", "hole": "þ!þ!!þ", "a": "azbycx", "b": "kljmin", "e": "#:Zpd(", "s": "!Q/ub}"}
@@ -187,7 +200,7 @@ def test_what_the_script_of_a_page_tells(
         if n != 120:
             one |= {"hole": file["hole"], "restored": {"tapa": file["a"], "late": file["b"]}}
             one |= {"error": {"tapa": file["e"]}, "error_top": "0.25"} if n != 109 else {"unknown": file["hole"]}
-            one |= {"spread": {"late": file["s"], "tapa": file["e"]}, "spread_top": "0.5"}
+            one |= {"uncertainty": {"late": file["s"], "tapa": file["e"]}, "uncertainty_top": "0.5"}
         pictures.append(json.dumps(one))
     regions = [(slice(9, 10), slice(12, 15), slice(4, 9)), (slice(60, 62), slice(40, 42), slice(50, 52))]
     monkeypatch.setattr("cocodiff_eval.report.page.VOLUME_BYTES", 60_000)

@@ -56,8 +56,8 @@ def test_gather_and_scatter(sycl: SyclOps, data, dtype, seed, D, count):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_huge_rows(sycl: SyclOps, dtype):
     """Rows of more than a chunk, and more chunks than one."""
-    x_BLHD = random_BLHD(1, (1, 3, 7, 100_001), dtype)
-    same_as_torch(sycl, "pack", [[x_BLHD, x_BLHD[:, :, :3]]], [torch.zeros(2 * x_BLHD.numel(), dtype=dtype)])
+    x_BLHD = random_BLHD(1, (1, 2, 3, 100_001), dtype)
+    same_as_torch(sycl, "pack", [[x_BLHD, x_BLHD[:, :, :2]]], [torch.zeros(2 * x_BLHD.numel(), dtype=dtype)])
 
 
 def test_many_slices_are_one_launch(sycl: SyclOps, monkeypatch):

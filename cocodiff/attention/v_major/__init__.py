@@ -1,1 +1,1 @@
-"""V-Major (CoCoDiff section III-D): only tokens whose v changed travel. Its face is `codec.VMajor`."""
+"""V-Major (CoCoDiff section III-D): only tokens whose v changed are sent. Others use `codec.VMajor`."""

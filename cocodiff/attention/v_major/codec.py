@@ -1,13 +1,14 @@
-"""V-Major (CoCoDiff section III-D): only tokens whose v changed travel; the others are what they were when they last
-did, for every rank alike.
+"""V-Major (CoCoDiff section III-D): only tokens whose v changed are sent. For the others every rank uses the values
+that were sent last.
 
 Each rank keeps, for every layer, the q, k and v it received: whole sequences of its own heads. A selective step gathers
-the active rows, sends them through the very exchange that carries full ones, and writes what arrives into those caches.
-The output always travels whole.
+the active rows, sends them through the same exchange that carries full ones, and writes what arrives into these caches.
+All rows of the output are always sent.
 
-Tokens are scored by source, each rank its own over all heads before they travel, or by card, the paper's own order: v's
-first phase is whole; then the first tile of every card scores the card's tokens with its plane's heads, and the cards'
-selections are gathered while q and k are made. That needs TAPA's two phases, so it runs them itself.
+Tokens are scored by source or by card. By source, each rank scores its own tokens over all heads before they are sent.
+By card is the paper's order: all rows of v take the first phase. Then the first tile of every card scores the card's
+tokens with its plane's heads, and the cards' selections are gathered while q and k are made. That needs TAPA's two
+phases, so this module runs them itself.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from cocodiff.topology.routes.plans import Block
 
 @dataclass
 class LayerCache(LayerState):
-    """reference: v at the scored rows; received: q, k, v, [B, S, G, D]."""
+    """The tensors of one layer and branch that are kept between calls."""
 
-    reference: Tensor | None = None
-    received: dict[str, Tensor] = field(default_factory=dict)
+    reference: Tensor | None = None  # v of the scored rows; None before the first call
+    received: dict[str, Tensor] = field(default_factory=dict)  # q, k and v, each [B, S, G, D]
 
     def begin_anew(self) -> None:
         self.reference, self.received = None, {}
@@ -52,15 +53,22 @@ class LayerCache(LayerState):
 
 
 class VMajor(Codec):
-    """Sends active tokens only. On one rank nothing travels, and nothing is selected."""
+    """The codec that sends active tokens only. On one rank nothing is sent, and nothing is selected."""
 
     keeps_state = True
     layer_state = LayerCache
 
     def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks | None = None) -> None:
-        """settings: its schedule (see `Schedule.of`); scoring: "source" (each rank scores its own tokens over all heads
-        before they travel) or "card" (after v's first phase the card's first tile scores the card's tokens with its
-        plane's heads; TAPA only); reference: "prev" (v at the call before) or "sent" (v as it was last sent)."""
+        """Create the codec.
+
+        Args:
+            settings: the schedule (see `Schedule.of`), and:
+
+                scoring    "source": each rank scores its own tokens over all heads before they are sent;
+                           "card": after v's first phase the card's first tile scores the card's tokens (TAPA only);
+                reference  "prev": v at the call before;
+                           "sent": v as it was last sent.
+        """
         super().__init__(settings, exchange, ranks)
         self.schedule, self.reference = Schedule.of(settings), settings.reference
         self.rank, self.drift = ranks.rank, DriftNotes()
@@ -79,18 +87,19 @@ class VMajor(Codec):
             self.drift.sync_to_host()
         super().begin_step(moment)
 
-    def report(self) -> dict[int, StepNotes]:
-        return {**self.drift.by_step()}
+    def report(self) -> Mapping[int, StepNotes]:
+        return self.drift.by_step()
 
     def forget_report(self) -> None:
         self.drift.clear()
 
     @property
     def fraction(self) -> float | None:
-        """r(t) of this step; None where the threshold decides."""
+        """The stable fraction r(t) of this step; None if a threshold decides."""
         return self.schedule.stable_fraction(self.moment.step, self.moment.steps or 0)
 
     def cards(self, layout: Layout, device: torch.device) -> Cards:
+        """Return the tokens of every card that may stay, computed once for each layout and device."""
         assert self._exchange is not None, "one rank alone selects nothing"
         key = layout, device
         if key not in self._cards:
@@ -98,22 +107,22 @@ class VMajor(Codec):
         return self._cards[key]
 
 
-# One call, whoever scores ---------------------------------------------------------------------------------------------
+# One call, for both kinds of scoring ----------------------------------------------------------------------------------
 
 
 class SelectiveCall(LayerCall, ABC):
-    """One attention call of V-Major; subclasses score. full: whether all tokens travel, once the call has begun."""
+    """An attention call of V-Major. Subclasses score."""
 
     _codec: VMajor
     state: LayerCache
-    full = True
+    full = True  # True if all tokens are sent; set by `begin`
 
     @abstractmethod
     def selection(self) -> Selection:
-        """The rows that travel in a selective call; waits for the choice."""
+        """Return the rows that are sent in a selective call, once they are chosen."""
 
     def observe(self, v_BLHD: Tensor) -> None:
-        """v, whole, is about to be sent with what depends on it."""
+        """Receive all of v just before it is sent."""
 
     def begin(self, like_BLHD: Tensor) -> None:
         codec, state, step = self._codec, self.state, self._codec.moment.step
@@ -129,11 +138,11 @@ class SelectiveCall(LayerCall, ABC):
         return Encoded([self.chosen_rows(name, x, own) for name, x in tensors.items()], selection.layout)
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
-        """The chosen rows of all batch rows in one, [1, N, H, D], gathered where they are packed."""
+        """Return the chosen rows, with the batch flattened: [1, N, H, D]. They are gathered when they are packed."""
         return Rows(x_BLHD.flatten(0, 1), index_N)
 
     def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
-        """Of q, k and v into the caches: everything, or in one launch those rows that came."""
+        """Write q, k and v to the caches: all rows, or in one launch the rows that arrived. Return the caches."""
         caches = self.state.received
         if OUTPUT in received:
             return super().decode(received, rows, ranks)
@@ -146,15 +155,18 @@ class SelectiveCall(LayerCall, ABC):
         return [caches[name] for name in received]
 
     def renew_reference(self, v_BNHD: Tensor) -> None:
-        """At a full step, which is scored where there is something to compare with."""
+        """Make v the reference at a full step. It is scored if there is a reference to compare with."""
         if self.state.reference is None:
             self.state.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
         else:
             self.score(v_BNHD)
 
     def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Change and norm of every token against the reference, which must be there; noted in the profile. At full
-        steps, and where the reference is "prev", the same pass makes v the reference."""
+        """Return the change and norm of every token against the reference, float32 [B, N], and record them in the
+        profile.
+
+        At full steps, and if the reference is "prev", the same pass makes v the reference.
+        """
         assert self.state.reference is not None, "a selective step follows a full one"
         with self._trace.span("score", "select", self._layer):
             renew = self.full or self._codec.reference == "prev"
@@ -163,7 +175,7 @@ class SelectiveCall(LayerCall, ABC):
         return change_BN, norm_BN
 
     def gather(self, own_BN: Tensor, parts_BN: list[Tensor]) -> None:
-        """Every rank's scores or selection, on the lane that calls; counted like all bytes of attention."""
+        """Gather every rank's scores or selection, on the calling lane. The bytes count as bytes of attention."""
         with self._trace.span("gather selection", "select", self._layer):
             self._codec.ranks.world.all_gather(own_BN.contiguous(), parts_BN).wait()
         for peer in range(len(parts_BN)):
@@ -171,12 +183,14 @@ class SelectiveCall(LayerCall, ABC):
 
 
 class SelectiveTransfer(Transfer):
-    """Orders send v before or together with q and k, since it decides what of them travels."""
+    """The messages of one call of V-Major. An order has to send v before or together with q and k, because it decides
+    which of their rows are sent."""
 
     coded: SelectiveCall
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        """Raises RuntimeError where an order sends q or k before v: they would travel whole, v would not."""
+        """Begin the call. Raise RuntimeError if an order sends q or k before v: all rows of these would be sent, and
+        only some of v."""
         if "v" not in tensors_BLHD:
             raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
         super().open(tensors_BLHD)
@@ -191,12 +205,12 @@ class SelectiveTransfer(Transfer):
 
 
 class SourceCall(SelectiveCall):
-    """Every rank scores its own tokens; scores are gathered while q and k are made."""
+    """An attention call in which every rank scores its own tokens. Scores are gathered while q and k are made."""
 
     chosen: LaneFuture[Selection] | None = None
 
     def observe(self, v_BLHD: Tensor) -> None:
-        """Scores this rank's tokens, if it is a selective call in the background."""
+        """Score this rank's tokens; in a selective call in the background."""
         own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self._codec.rank]]
         if self.full:
             self.renew_reference(own_BNHD)
@@ -208,6 +222,7 @@ class SourceCall(SelectiveCall):
         return self.chosen.wait()
 
     def _choose(self, own_BNHD: Tensor) -> Selection:
+        """Score, gather all ranks' scores, and choose the rows to send."""
         codec, layout, batch = self._codec, self.layout, len(own_BNHD)
         change_BN, norm_BN = self.score(own_BNHD)
         columns = 2 if codec.schedule.kind == "threshold" else 1
@@ -221,7 +236,8 @@ class SourceCall(SelectiveCall):
         return Selection.build(active_BS, layout, cards, codec.fraction)
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
-        """Those of v that may stay become their reference when they are packed, where that is what was sent."""
+        """Return the chosen rows. If the reference is "sent", packing v also writes the chosen rows to the
+        reference."""
         if name != "v" or self._codec.reference != "sent":
             return super().chosen_rows(name, x_BLHD, index_N)
         reference_BNHD, chosen = self.state.reference, self.layout.may_stay_slices[self._codec.rank]
@@ -229,7 +245,7 @@ class SourceCall(SelectiveCall):
         tokens, rows = reference_BNHD.shape[1], self.layout.rows[self._codec.rank]
         row_N = index_N % rows - chosen.start
         place_N = index_N // rows * tokens + row_N
-        place_N[(row_N < 0) | (row_N >= tokens)] = -1  # what may not stay has no reference
+        place_N[(row_N < 0) | (row_N >= tokens)] = -1  # rows that may not stay have no reference
         return Rows(x_BLHD.flatten(0, 1), index_N, reference_BNHD.flatten(0, 1), place_N)
 
 
@@ -237,7 +253,7 @@ class SourceCall(SelectiveCall):
 
 
 class CardTransfer(SelectiveTransfer):
-    """v goes alone, through its two phases with the choice between them."""
+    """The messages of one call with scoring by card. v is sent alone, and the choice is made between its two phases."""
 
     coded: CardCall
 
@@ -254,14 +270,14 @@ class CardTransfer(SelectiveTransfer):
 
 
 class CardCall(SelectiveCall):
-    """One attention call whose v decides between its two phases what of q, k and v travels on."""
+    """An attention call in which v decides, between its two phases, which rows of q, k and v are sent."""
 
     def begin(self, like_BLHD: Tensor) -> None:
         self.chosen: Future[LaneFuture[Selection]] = Future()
         super().begin(like_BLHD)
 
     def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
-        """v goes alone, and whole through its first phase."""
+        """Return the payloads. v is sent alone, with all rows in its first phase."""
         encode = EncodedCall.encode if "v" in tensors else SelectiveCall.encode
         return encode(self, tensors, rows, ranks)
 
@@ -269,7 +285,7 @@ class CardCall(SelectiveCall):
         return self.chosen.result().wait()
 
     def choose(self, swapped: LaneFuture[BlockSet], outgoing: Outgoing) -> BlockSet:
-        """Waits for v's first phase; what of it takes the second one."""
+        """Wait for v's first phase, and return the blocks that take the second one."""
         on_card = swapped.wait()
         if not self.full:
             active = self._active_rows(on_card)
@@ -281,7 +297,8 @@ class CardCall(SelectiveCall):
         return on_card
 
     def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
-        """The card's image tokens with its first tile's plane's heads: on that tile, [B, N, H_k, D]; else None."""
+        """Return the card's tokens that may stay, with the heads of its first tile's plane, [B, N, H_k, D]; None on
+        other tiles."""
         card, heads = scored_blocks(self._exchange.topology, self._codec.rank)
         if card[0] != self._codec.rank:
             return None
@@ -294,7 +311,7 @@ class CardCall(SelectiveCall):
         return torch.cat(rows, 1)
 
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
-        """Scores, shares the selection, and leaves the active rows of v for the second phase."""
+        """Choose rows, and return the blocks of v with active rows for the second phase."""
         try:
             self.chosen.set_result(self._codec.ranks.control.submit(self._choose, on_card))
         except BaseException as error:
@@ -310,6 +327,7 @@ class CardCall(SelectiveCall):
         return BlockSet(blocks, selection.layout, on_card.whole)
 
     def _choose(self, on_card: BlockSet) -> Selection:
+        """Score this card's tokens, gather all cards' selections, and return the rows to send."""
         codec, layout, topology = self._codec, self.layout, self._exchange.topology
         scored_BNHD = self._scored_rows(on_card)
         some = dense(next(iter(on_card.blocks.values()))[0])
@@ -334,6 +352,6 @@ class CardCall(SelectiveCall):
 
 
 def dense(x_BLHD: Payload) -> Tensor:
-    """A block of which all rows travel, as v's do in the first phase."""
+    """Return a block with all rows, as v has in the first phase."""
     assert isinstance(x_BLHD, Tensor), "these rows were chosen already"
     return x_BLHD

@@ -1,8 +1,8 @@
-"""Which tokens travel (V-Major, CoCoDiff section III-D): schedules, scores of change, and the choice they lead to.
+"""The choice of tokens to send (V-Major, CoCoDiff section III-D): schedules, scores of change, and the selection.
 
-A token is *active* when it travels at this step and *stable* when every rank uses what it received earlier. Tokens of
-segments that may not stay (text) are always active. `DriftNotes` tells how far v drifts from step to step, and how many
-tokens stay. Pure arithmetic: nothing here communicates.
+A token is *active* if it is sent at this step, and *stable* if every rank uses what it received earlier. Tokens of
+segments that may not stay (text) are always active. `DriftNotes` records how far v drifts from step to step, and how
+many tokens stay. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -24,29 +24,32 @@ from cocodiff.topology.layout import Layout, slices
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stable fraction r(t) of the tokens that may stay over the steps that run, t from 0.
+    """The stable fraction r(t): the share of the tokens that may stay which do so, at step t (from 0) of a run.
 
-    kind            linear (0 at the end of the warm-up, 1 at the last step), fixed (`ratio`), reverse (1 - linear),
-                    cosine (half a wave from 0 to 1), list (`ratios`, the last one repeated) or threshold (tokens whose
-                    score is at most `threshold` times the card's mean L1 norm of V are stable)
-    warmup          full steps at the start; None is a tenth of the steps, at least one
-    sync_interval   every so many steps after the warm-up all tokens travel; 1 is at every step, 0 never"""
+    linear     0 at the end of the warm-up, 1 at the last step;
+    fixed      `ratio`;
+    reverse    1 - linear;
+    cosine     half a wave from 0 to 1;
+    list       `ratios`, the last one repeated;
+    threshold  tokens are stable if their score is at most `threshold` times the card's mean L1 norm of v.
+    """
 
-    kind: str = "linear"
-    ratio: float = 0.5
-    ratios: tuple[float, ...] = ()
-    threshold: float = 0.1
-    warmup: int | None = None
-    sync_interval: int = 10
+    kind: str = "linear"  # one of these
+    ratio: float = 0.5  # for "fixed"
+    ratios: tuple[float, ...] = ()  # for "list", by step
+    threshold: float = 0.1  # for "threshold"
+    warmup: int | None = None  # full steps at the start; None: a tenth of the steps, at least one
+    sync_interval: int = 10  # after the warm-up, every step at this interval is full; 1: every step; 0: none
 
     @classmethod
     def of(cls, settings: Any) -> Schedule:
-        """V-Major's schedule by the engine's settings."""
+        """Return the schedule that the engine's settings describe."""
         s = settings
         return cls(s.schedule, s.ratio, s.ratios, s.threshold, s.warmup, s.sync_interval)
 
     def held_at(self, fraction: float | None) -> Schedule:
-        """One that has every step be as one of this fraction, None: full. A threshold stays one: what travels does."""
+        """Return a schedule whose every step has this stable fraction; None makes every step full. A threshold stays a
+        threshold."""
         if fraction is None:
             return replace(self, warmup=0, sync_interval=1)
         if self.kind == "threshold":
@@ -54,17 +57,18 @@ class Schedule:
         return Schedule("fixed", fraction, warmup=0, sync_interval=0)
 
     def warm_steps(self, steps: int) -> int:
+        """Return the number of full steps at the start of a run with `steps` steps."""
         return max(1, steps // 10) if self.warmup is None else self.warmup
 
     def is_full(self, step: int, steps: int) -> bool:
-        """Whether all tokens travel, whatever their scores."""
+        """Return True if all tokens are sent at a step, regardless of their scores."""
         since = step - self.warm_steps(steps)
         if since < 0 or self.sync_interval == 1:
             return True
         return self.sync_interval > 0 and since > 0 and since % self.sync_interval == 0
 
     def stable_fraction(self, step: int, steps: int) -> float | None:
-        """r(t) of a step that is not full; None where the threshold decides."""
+        """Return r(t) of a step that is not full; None if a threshold decides."""
         warm = self.warm_steps(steps)
         progress = (step - warm) / max(1, steps - 1 - warm)
         if self.kind == "threshold":
@@ -81,15 +85,19 @@ class Schedule:
 
 
 def stable_tokens(score_BN: Tensor, fraction: float, kernels: Kernels) -> Tensor:
-    """The floor(N x fraction) tokens of each row with the smallest (score, position): bool [B, N]."""
+    """Return the floor(N x fraction) tokens of each row with the smallest (score, position): bool [B, N]."""
     tokens = score_BN.shape[1]
     active_BK = kernels.select(score_BN.contiguous(), tokens - math.floor(tokens * fraction))
     return torch.ones_like(score_BN, dtype=torch.bool).scatter_(1, active_BK, False)
 
 
 def staying(score_BN: Tensor, norm_BN: Tensor, fraction: float | None, threshold: float, kernels: Kernels) -> Tensor:
-    """The tokens of each row that stay, bool [B, N]: that fraction, or where it is None those whose score is at most
-    `threshold` times the mean L1 norm of the row's tokens."""
+    """Return the tokens of each row that stay, bool [B, N].
+
+    Args:
+        fraction: share of the tokens that stay; None to use the threshold.
+        threshold: tokens stay if their score is at most this number times the mean L1 norm of the row's tokens.
+    """
     if fraction is None:
         return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
     return stable_tokens(score_BN, fraction, kernels)
@@ -97,20 +105,18 @@ def staying(score_BN: Tensor, norm_BN: Tensor, fraction: float | None, threshold
 
 @dataclass(frozen=True)
 class Cards:
-    """Where the tokens of every card are that may stay, on the device that chooses among them.
+    """The tokens of every card that may stay, on the device that chooses among them."""
 
-    sizes: their numbers. all_S: their positions, card by card, of each ascending. alike: the same for choosing: cards
-    of as many tokens together, [C, N] each, since one launch can choose in all of them. rows: see `rows_in_order`.
-    single: whether every card has one tile, so that a schedule's fraction tells how many rows of each rank travel."""
-
-    sizes: tuple[int, ...]
-    all_S: Tensor
+    sizes: tuple[int, ...]  # number of tokens of every card
+    all_S: Tensor  # their positions, card by card, ascending in each
+    # The same in one tensor [C, N] for all cards with the same number of tokens: one launch can choose in all of them.
     alike: tuple[Tensor, ...]
-    rows: tuple[Tensor, Tensor, Tensor, Tensor]
-    single: bool
+    rows: tuple[Tensor, Tensor, Tensor, Tensor]  # see `rows_in_order`
+    single: bool  # True if every card has one tile, so that a fraction determines the number of each rank's rows
 
     @classmethod
     def build(cls, topology: Topology, layout: Layout, device: torch.device) -> Cards:
+        """Compute the positions for a layout."""
         of_rank = slices(layout.may_stay)
         cards = [
             torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
@@ -125,7 +131,8 @@ class Cards:
     def active(
         self, score_BS: Tensor, norm_BS: Tensor, fraction: float | None, threshold: float, kernels: Kernels
     ) -> Tensor:
-        """The tokens that travel, bool [B, S]: all but those that stay among their own card's, see `staying`."""
+        """Return the tokens that are sent, bool [B, S]: all except those that stay among their own card's, see
+        `staying`."""
         active_BS = torch.ones_like(score_BS, dtype=torch.bool)
         for positions_CN in self.alike:
             chosen, tokens = positions_CN.flatten(), positions_CN.shape[1]
@@ -137,29 +144,29 @@ class Cards:
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows that travel in one attention call, the same on every rank.
+    """The rows that are sent in one attention call, the same on every rank."""
 
-    layout     their numbers, of all batch rows together, and the heads: the exchange's layout for [1, rows, H, D]
-    of_rank    of every rank, indices of its rows in its flattened [B * L]
-    arriving   indices of all ranks' rows in the flattened [B * S], in the order of the sequence"""
-
-    layout: Layout
-    of_rank: tuple[Tensor, ...]
-    arriving: Tensor
+    layout: Layout  # of the exchange of [1, rows, H, D], with the batch flattened
+    of_rank: tuple[Tensor, ...]  # for every rank, indices of its rows in its flattened [B * L]
+    arriving: Tensor  # indices of all ranks' rows in the flattened [B * S], in the order of the sequence
 
     def contained_tensors(self) -> tuple[Tensor, ...]:
         return (*self.of_rank, self.arriving)
 
     @classmethod
     def build(cls, active_BS: Tensor, layout: Layout, cards: Cards, fraction: float | None) -> Selection:
-        """active_BS: bool, of the tokens that may stay those that travel. fraction: of a card's that stay, None where a
-        threshold decides. Rows go by batch row, then in the model's order.
+        """Build the selection. A rank's rows are ordered by batch entry, then in the model's order.
 
-        The host waits for the device once, for the numbers of rows; on cards of one tile a fraction tells them."""
+        The host waits for the device once, for the numbers of rows. On cards of one tile a fraction determines these.
+
+        Args:
+            active_BS: bool, True for tokens that are sent, of those that may stay.
+            fraction: share of a card's tokens that stay; None if a threshold decides.
+        """
         token_S, turn_S, first_S, rows_of = cards.rows
         batch, ranks, places = len(active_BS), layout.in_sequence, len(token_S)
         travels_BS = active_BS.index_select(1, token_S.clamp(min=0)) | (token_S < 0)
-        # Rank by rank, of each the batch rows one after the other; what stays comes last.
+        # Rank by rank, and for each rank one batch entry after the other; rows that stay come last.
         turn_N, order_N = torch.where(travels_BS, turn_S, len(ranks)).flatten().sort(stable=True)
         if cards.single and fraction is not None:
             stay = [math.floor(layout.may_stay[rank] * fraction) for rank in ranks]
@@ -176,8 +183,13 @@ class Selection:
 
 
 def rows_in_order(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of every row of the sequence, in its order of ranks and in the model's order: its number among the tokens that
-    may stay, rank by rank (-1: it always travels), its rank's turn, that rank's first row. And every rank's rows."""
+    """Return four int64 tensors, the first three with a number for every row of the sequence.
+
+    [0]  its index among the tokens that may stay, rank by rank; -1 if it is always sent;
+    [1]  the turn of its rank in the sequence;
+    [2]  the first row of its rank;
+    [3]  for every rank in turn, its number of rows.
+    """
     tokens = torch.full((sum(layout.rows),), -1)
     turns, first, numbers = [], [], slices(layout.may_stay)
     for turn, rank in enumerate(layout.in_sequence):
@@ -190,8 +202,11 @@ def rows_in_order(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
-    """The blocks that scoring by card looks at: the ranks of this rank's card, its first tile (which scores) first, and
-    the ranks whose heads are of that tile's plane."""
+    """Return the blocks that scoring by card looks at, as two lists of ranks.
+
+    The first has the ranks of this rank's card, with its first tile, which scores, in front. The second has the ranks
+    whose heads belong to that tile's plane.
+    """
     card = sorted(topology.cards[topology.places[rank].card])
     plane = topology.places[card[0]].plane
     return card, [place.rank for place in topology.places if place.plane == plane]
@@ -199,51 +214,57 @@ def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
 
 @dataclass
 class Drift:
-    """Of one step, over a rank's layers: change of v (sums of L1 distances and norms), tokens and stable tokens."""
+    """The counts of one step over a rank's layers."""
 
-    change: float = 0.0
-    norm: float = 0.0
-    tokens: int = 0
-    stable: int = 0
+    change: float = 0.0  # sum of the L1 distances of v to its reference
+    norm: float = 0.0  # sum of the L1 norms of the reference
+    tokens: int = 0  # number of tokens that could stay
+    stable: int = 0  # number of tokens that stayed
 
     @classmethod
     def merged(cls, parts: Sequence[Drift]) -> dict[str, float | None]:
-        """Over ranks: "change" (mean relative change of v, None where nothing was compared) and "stable_fraction"."""
+        """Return the counts of several ranks as columns of a profile.
+
+        These are "change" (mean relative change of v; None if nothing was compared) and "stable_fraction".
+        """
         norm, tokens = sum(part.norm for part in parts), sum(part.tokens for part in parts)
         change = sum(part.change for part in parts) / norm if norm else None
         return {"change": change, "stable_fraction": sum(part.stable for part in parts) / tokens if tokens else 0.0}
 
 
-PENDING = 64  # steps whose sums stay on the device
+PENDING = 64  # most steps whose sums stay on the device
 
 
 class DriftNotes:
-    """One rank's notes. Sums stay on the device for many steps: to read a number is to wait for its queue."""
+    """The record of v's drift on one rank. Sums stay on the device for many steps, because reading a number waits for
+    its queue."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Drift] = {}
-        self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)  # that these lack
+        self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)  # on the device, not yet in `_steps`
 
     def ensure_step(self, step: int) -> None:
+        """Make an entry for a step."""
         if step not in self._steps and len({of for _, of in self._sums}) >= PENDING:
             self.sync_to_host()
         self._steps.setdefault(step, Drift())
 
     def scored(self, step: int, change_BN: Tensor, norm_BN: Tensor) -> None:
-        """Adds a scored call."""
+        """Add the scores of a call."""
         self.ensure_step(step)
         self._sums["change", step].append(change_BN.sum(dtype=torch.float64))
         self._sums["norm", step].append(norm_BN.sum(dtype=torch.float64))
 
     def chosen(self, step: int, active_BN: Tensor) -> None:
-        """Adds a choice."""
+        """Add the choice of a call."""
         self.ensure_step(step)
         noted = self._steps[step]
         noted.tokens, noted.stable = noted.tokens + active_BN.numel(), noted.stable + active_BN.numel()
         self._sums["active", step].append(active_BN.sum())
 
     def sync_to_host(self) -> None:
-        """Reads what was noted, also between two runs, so that notes of many take no more memory than those of one."""
+        """Read the sums from the device. This is also called between runs, so that records of many runs take no more
+        memory there."""
         for (name, step), sums in self._sums.items():
             noted, total = self._steps[step], sum(torch.stack(sums).tolist())
             if name == "active":
@@ -253,9 +274,11 @@ class DriftNotes:
         self._sums.clear()
 
     def by_step(self) -> dict[int, Drift]:
+        """Return the counts by step."""
         self.sync_to_host()
         return {**self._steps}
 
     def clear(self) -> None:
+        """Drop all counts."""
         self._steps.clear()
         self._sums.clear()

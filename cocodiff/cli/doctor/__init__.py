@@ -1,1 +1,1 @@
-"""`cocodiff doctor`: facts are gathered on every rank, and checks judge them."""
+"""`cocodiff doctor`: every rank gathers facts, and checks judge them."""

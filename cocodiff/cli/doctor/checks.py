@@ -1,5 +1,5 @@
-"""The checks: functions of facts, which never touch a machine, so that a test can hand them any faulty one. Each adds
-to the findings, which are empty at first, what it finds."""
+"""The checks of `cocodiff doctor`: functions of facts, which touch no machine, so a test can pass them any faulty one.
+Each adds its results to `found`, which is empty before."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from cocodiff.jobs.terminal import THREADS
 from cocodiff.kernels.trial import KernelTrial
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
-LEAST = {"torch": (2, 8), "diffusers": (0, 42), "transformers": (5,)}  # as pyproject.toml asks for: a test compares
+LEAST = {"torch": (2, 8), "diffusers": (0, 42), "transformers": (5,)}  # as in pyproject.toml: a test compares them
 BIND = "bind ranks to cores: mpiexec --cpu-bind list:..., as launch/aurora.pbs does"
 ONE_A_TILE = (
     "start one rank for each tile; local ranks choose tiles, so use no gpu_tile_compact.sh with "
     "ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK"
 )
-HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # decide what counts as a device
-HIDDEN_LEAST = 0.5  # of the shorter of the two; an overlap that works hides nearly all
+HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # variables that decide what counts as a device
+HIDDEN_LEAST = 0.5  # part of messages or work, the shorter one, to be hidden; an overlap that works hides nearly all
 GIB = 2**30
-LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # the embedded model's run; a small one of a large model
-COSTLY = 1.05  # how many times as long products may take to give the same bits again, without a word
-# Of torch's allocator: oneCCL does not know memory that grows so ("invalid usm pointer type").
+LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # a run of the embedded model; a small run of a large model
+COSTLY = 1.05  # factor of time up to which repeatable products are not remarked on
+# A setting of torch's allocator: oneCCL does not know expandable memory ("invalid usm pointer type").
 EXPANDABLE = re.compile(r"PYTORCH_((XPU|CUDA)_)?ALLOC_CONF=.*expandable_segments\s*:\s*true", re.IGNORECASE)
-TAKEN = 0.1  # of a tile's memory that somebody else holds
+TAKEN = 0.1  # part of a tile's memory that other processes may hold
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. remedy: what to do, "" where nothing is to be done."""
+    """One result of a check."""
 
-    check: str
-    severity: str
+    check: str  # its name in CHECKS
+    severity: str  # FAULT, WARNING, NOTE or GOOD
     text: str
-    remedy: str = ""
+    remedy: str = ""  # what the user can do; "" if nothing
 
 
 class Findings(list[Finding]):
@@ -56,7 +56,7 @@ class Findings(list[Finding]):
         self.append(Finding(self._check, severity, text, remedy))
 
     def otherwise(self, severity: str, text: str, remedy: str = "") -> None:
-        """Where the check has found nothing before."""
+        """Add a finding if there is none yet."""
         if not self:
             self.add(severity, text, remedy)
 
@@ -67,13 +67,13 @@ class Findings(list[Finding]):
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """2.10.0a0+git1 -> (2, 10, 0)."""
+    """Return the numbers of a version: (2, 10, 0) for "2.10.0a0+git1"."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def check_versions(facts: Facts, found: Findings) -> None:
-    """Old or missing packages, and ranks whose versions differ."""
+    """Find old or missing packages, packages that do not import, and versions that differ between ranks."""
     first = facts.ranks[0].versions
     for package, least in LEAST.items():
         remedy = f"pip install '{package}>={'.'.join(map(str, least))}' into this environment"
@@ -105,7 +105,7 @@ def check_versions(facts: Facts, found: Findings) -> None:
 
 
 def check_launch(facts: Facts, found: Findings) -> None:
-    """Are there as many ranks on every host as the launcher and the machine file say?"""
+    """Find hosts whose number of ranks differs from the launcher's or the machine file's."""
     first, hosts, size, nodes = facts.ranks[0], facts.hosts(), len(facts.ranks), facts.topology.nodes
     for host, ranks in hosts.items():
         told = {rank.local_size for rank in ranks if rank.local_size is not None}
@@ -126,8 +126,8 @@ def check_launch(facts: Facts, found: Findings) -> None:
 
 
 def check_mpi(facts: Facts, found: Findings) -> None:
-    """PyPI's impi-rt beside an MPI of the system: mpi4py takes the first one it finds, which is not the launcher's. And
-    windows that MPI does not have, or that gain nothing."""
+    """Find PyPI's impi-rt beside an MPI of the system: mpi4py loads the first that it finds, which is not the
+    launcher's. Find MPI's one-sided transport where it is missing or useless."""
     first = facts.ranks[0]
     rank = next((rank for rank in facts.ranks if rank.versions.get("impi-rt") and rank.system_mpi), None)
     if rank is not None:
@@ -150,7 +150,7 @@ def check_mpi(facts: Facts, found: Findings) -> None:
 
 
 def check_tiles(facts: Facts, found: Findings) -> None:
-    """Two ranks on one tile; ranks on different kinds of device; tiles that nobody uses."""
+    """Find ranks that share a tile, ranks on different kinds of devices, and tiles without a rank."""
     first = facts.ranks[0]
     kinds = {rank.device.split(":")[0] for rank in facts.ranks}
     if len(kinds) > 1:
@@ -178,7 +178,7 @@ def check_tiles(facts: Facts, found: Findings) -> None:
 
 
 def check_cores(facts: Facts, found: Findings) -> None:
-    """Ranks far from their cards; ranks on the same cores; cores of a rank alone that its threads are too few for."""
+    """Find ranks far from their cards, ranks that share cores, and ranks with more cores than threads."""
     for rank in facts.ranks:
         if rank.card and _apart(rank.sockets, rank.card.sockets):
             where = f"its card {rank.card.address} is on socket {_join(rank.card.sockets)}"
@@ -204,16 +204,18 @@ def check_cores(facts: Facts, found: Findings) -> None:
 
 
 def _apart(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Return True if two known sets of sockets have none in common."""
     return bool(a and b) and not set(a) & set(b)
 
 
 def _sharing(ranks: Sequence[RankFacts]) -> list[int]:
+    """Return the ranks that have a core in common with another rank."""
     owners = by_key((core, rank.rank) for rank in ranks for core in rank.cores)
     return sorted({rank for sharing in owners.values() if len(sharing) > 1 for rank in sharing})
 
 
 def check_nics(facts: Facts, found: Findings) -> None:
-    """NICs that a rank was given but that are not there or on the other socket; fewer NICs than the machine has."""
+    """Find NICs that a rank was given but that are absent or on the other socket, and hosts with too few NICs."""
     first, wanted = facts.ranks[0], facts.topology.machine.links.nics
     for rank in facts.ranks:
         known = {nic.name: nic for nic in rank.nics}
@@ -246,7 +248,7 @@ def _join(values: Sequence[int]) -> str:
 
 
 def check_planes(facts: Facts, found: Findings) -> None:
-    """The machine file's planes, and CCL_TOPO_COLOR, by which oneCCL knows them, against these."""
+    """Compare the machine file's planes with CCL_TOPO_COLOR, which gives them to oneCCL."""
     machine, places = facts.topology.machine, facts.topology.places
     for host, ranks in facts.hosts().items():
         color = ranks[0].environment.get("CCL_TOPO_COLOR", "")
@@ -270,7 +272,7 @@ def check_planes(facts: Facts, found: Findings) -> None:
 
 
 def check_alltoall(facts: Facts, found: Findings) -> None:
-    """Numbers that arrive as they were sent."""
+    """Find messages that arrive with other numbers than were sent."""
     trials = facts.alltoalls
     if bad := [trial for trial in trials if trial.wrong]:
         cases = ", ".join(f"{trial.dtype} of {trial.bytes} bytes" for trial in bad[:4]) + (", ..." if bad[4:] else "")
@@ -289,7 +291,7 @@ def check_alltoall(facts: Facts, found: Findings) -> None:
 
 
 def check_messages(facts: Facts, found: Findings) -> None:
-    """Compare how a device's library takes a batch with what `messages` is, and tell what CCL_OP_SYNC changes."""
+    """Compare the way a device's library handles a batch with the setting `messages`. Report what CCL_OP_SYNC does."""
     used = facts.messages if facts.messages != "auto" else "alltoall" if facts.one_by_one else "batch"
     for trial, (reports, said) in (("a batch", facts.pair), ("the other CCL_OP_SYNC", facts.op_sync)):
         if said and not reports:
@@ -312,7 +314,7 @@ def check_messages(facts: Facts, found: Findings) -> None:
 
 
 def check_overlap(facts: Facts, found: Findings) -> None:
-    """Messages hidden behind work. Where they are not, all runs, slower: no fault."""
+    """Find messages that are not hidden behind work. That is no fault: everything runs, but slower."""
     if facts.overlap is None:
         found.note("one rank: no messages to hide")
         return
@@ -327,7 +329,7 @@ def check_overlap(facts: Facts, found: Findings) -> None:
 
 
 def check_order(facts: Facts, found: Findings) -> None:
-    """Messages of streams that are kept busy."""
+    """Report the trial of messages between busy streams, and the error that ended the trials."""
     if facts.stopped:
         found.fault(facts.stopped, "trust no result of this job: try another --transport, and report the versions")
     elif facts.order is None:
@@ -337,8 +339,8 @@ def check_order(facts: Facts, found: Findings) -> None:
 
 
 def check_host(facts: Facts, found: Findings) -> None:
-    """Whether calls that send and receive return before their messages are through. On a CPU the host copies them, and
-    with transport host a lane waits for its copies, so that is no warning there."""
+    """Find calls that return only after their messages. It is a warning only with a device's library: on a CPU the host
+    copies messages, and with transport host a lane waits for its copies."""
     first = facts.ranks[0]
     for call, issues in by_key((issue.call, issue) for issue in facts.issues).items():
         text = f"{call}: " + "; ".join(map(_told, issues))
@@ -357,7 +359,7 @@ def _told(issue: Issue) -> str:
 
 
 def check_settings(facts: Facts, found: Findings) -> None:
-    """Settings that take overlap away, one that the library in use does not read, and one that breaks oneCCL."""
+    """Find settings that prevent overlap, one that the library in use does not read, and one that breaks oneCCL."""
     seen, first = set[str](), facts.ranks[0]
     for rank in facts.ranks:
         for killer in overlap_killers(rank.environment, rank.library, rank.device.split(":")[0]):
@@ -379,7 +381,7 @@ def check_settings(facts: Facts, found: Findings) -> None:
 
 
 def check_memory(facts: Facts, found: Findings) -> None:
-    """Free memory of every rank against the model asked about, or against the least that any run takes."""
+    """Compare every rank's free memory with the needs of the model in question, or with the least that runs need."""
     told = [rank for rank in facts.ranks if rank.free is not None]
     if not told:
         found.warning("the system does not tell how much memory is free")
@@ -399,7 +401,7 @@ def check_memory(facts: Facts, found: Findings) -> None:
 
 
 def check_sycl(facts: Facts, found: Findings) -> None:
-    """Which of SYCL and torch moves data, on each host that looked, and why."""
+    """Report for each host whether SYCL kernels or torch's operations run, and why."""
     for host, rank in facts.firsts(lambda rank: rank.sycl or rank.no_sycl):
         if remedy := rank.compiles_again:
             found.warning(
@@ -418,7 +420,7 @@ def check_sycl(facts: Facts, found: Findings) -> None:
 
 
 def check_kernels(facts: Facts, found: Findings) -> None:
-    """Every operation against torch's, with its greatest difference. A vendor's own torch is not judged."""
+    """Compare every operation with torch's, and report the greatest difference. A vendor's own torch is not judged."""
     for host, rank in facts.firsts(lambda rank: rank.kernel_trials):
         where = f"{rank.sycl} against torch's" if rank.sycl else f"{rank.device} against torch's on the CPU"
         for op, trials in by_key((trial.op, trial) for trial in rank.kernel_trials).items():
@@ -437,7 +439,7 @@ def check_kernels(facts: Facts, found: Findings) -> None:
 
 
 def check_computing(facts: Facts, found: Findings) -> None:
-    """Attention, strided copies and repeated operations of every rank's device."""
+    """Find devices with wrong attention or strided copies, or with operations that differ when repeated."""
     tried, right = [(one.device_trial, one.rank) for one in facts.ranks if one.device_trial], ""
     for some in by_key(((one.copies, one.wandering, one.error > 1), (one, rank)) for one, rank in tried).values():
         trials, ranks = zip(*some, strict=True)
@@ -457,6 +459,7 @@ def check_computing(facts: Facts, found: Findings) -> None:
 
 
 def _difference(trial: KernelTrial) -> str:
+    """Return the result of a kernel's trial in words."""
     told = "equal" if trial.difference == 0 else f"differs by up to {trial.difference:.2g}"
     return f"{told} ({trial.wrong})" if trial.wrong else told
 
@@ -483,6 +486,7 @@ CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
 
 
 def examine(facts: Facts) -> list[Finding]:
+    """Return the findings of all checks; if the trials were ended early, of those that remain meaningful."""
     findings: list[Finding] = []
     for name in ("versions", "order") if facts.stopped else CHECKS:
         found = Findings(name)
@@ -492,4 +496,5 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
+    """Return True if there is no fault."""
     return all(finding.severity != FAULT for finding in findings)

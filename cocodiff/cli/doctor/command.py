@@ -1,7 +1,7 @@
-"""`cocodiff doctor`: checks this machine and the way the ranks were started; ends with 1 where something is wrong.
+"""`cocodiff doctor`: check this machine and the way the ranks were started. The exit code is 1 if something is wrong.
 
-Under mpiexec, torchrun or PALS it looks at those ranks, else at --ranks of its own. Its ranks import neither diffusers
-nor transformers, for which twelve would wait longer than for all checks: a process for each host tries all packages.
+Under mpiexec, torchrun or PALS it checks those ranks, else --ranks of its own. Its ranks import neither diffusers nor
+transformers: twelve of them would take longer than all checks. One process for each host tries all packages instead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect, find_mpiexec, python_words, without_launcher
@@ -46,8 +48,8 @@ FILE = "doctor.json"
 SAFE = "or oneCCL's safe mode (SAFE=1, docs/aurora.md)"
 REMEDY = f"try another --transport, {SAFE}; a slow machine needs a larger --patience_s"
 COMPILE_REMEDY = "run without them (--kernels torch); a slow compiler needs a larger --compile_s"
-PAIR_S = 10.0  # for two messages between ranks that have met
-REPORT = "doctor's report: "  # begins a line of a trial in a job of its own
+PAIR_S = 10.0  # seconds for two messages between ranks that are connected
+REPORT = "doctor's report: "  # start of the lines that a trial in a job of its own reports
 OPTIONS = (
     RANKS,
     Option("model", "say whether this one fits: a name in configs/models, a .yaml file, or a folder"),
@@ -59,11 +61,12 @@ OPTIONS = (
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
     LOG_LEVEL,
 )
-SETTINGS = ("machine", "transport", "device", "kernels", "messages", "timeout_s")  # of the engine's, what it looks at
+SETTINGS = ("machine", "transport", "device", "kernels", "messages", "timeout_s")  # the engine's settings that it takes
 SIGNS = {"fault": "FAULT", "warning": "warn", "note": "note", "ok": "ok"}
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run the subcommand, and return its exit code."""
     about = "Checks this machine, the ranks' binding, messages and memory; exit 1 where something is wrong."
     values = parse("doctor", about, with_settings(OPTIONS, lambda one: one.name in SETTINGS), words)
     check_counts(values, "ranks", "batch", "size")
@@ -90,7 +93,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: list[bool], transport: Any) -> None:
-    """One rank's part: facts, trials, and on rank 0 the findings. verdict: takes whether all is well, on every rank."""
+    """Gather facts and run trials on one rank; on rank 0 also print and write the findings.
+
+    verdict: a list to which every rank appends True if all is well. Raise OwnRankError if the trials were ended early.
+    """
     from cocodiff.cli.doctor.checks import examine, is_healthy
 
     started = time.monotonic()
@@ -105,6 +111,8 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
         say("\n".join(table(findings)))
         looked = f"{len(facts.ranks)} rank(s) looked at in {time.monotonic() - started:.1f} s"
         where = f"all that was seen, for you or for a report: {output.final / FILE}"
+        if facts.machine():
+            say(f"the machine with what was measured, for cocodiff plan --machine: {output.final / 'machine.yaml'}")
         say(f"{'healthy' if healthy else 'not healthy'}: {looked}; {where}")
     if facts.stopped:
         raise OwnRankError(facts.stopped)
@@ -115,7 +123,7 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
 
 
 def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
-    """The facts of all ranks; on ranks other than 0 they are their own alone. All ranks call it."""
+    """Return the facts of all ranks on rank 0, and this rank's own on others. All ranks call it."""
     from cocodiff.cli.doctor import trials
     from cocodiff.cli.doctor.facts import Facts, gather_rank, path_of, sycl_path
     from cocodiff.comm.transport import TOGETHER
@@ -136,7 +144,8 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         own = gather_rank(transport, launch, values["kernels"], look_at_host=launch.local_rank == 0)
     with step("attention, copies and products of the device"):
         trial, cost = trials.compute(transport.device, transport.size, *shape_of(values))
-        own = replace(own, device_trial=trial, deterministic_cost=cost)
+        rates = trials.rates(transport.device)
+        own = replace(own, device_trial=trial, deterministic_cost=cost, rates=rates)
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
@@ -163,8 +172,10 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
 
 @contextmanager
 def patience(seconds: float, rank: int, health: Any, what: str, remedy: str = REMEDY) -> Iterator[None]:
-    """Ends the process with a word where a step hangs in a library, which no error reaches. Raises OwnRankError where a
-    step fails, as it does where messages bring what nobody sent."""
+    """End the process, with a line that names the step, if the block hangs: a hang in a library is reached by no error.
+
+    Raise OwnRankError if the step fails, as it does if wrong messages arrive.
+    """
 
     def give_up() -> None:
         os.write(2, f"cocodiff: FAULT: rank {rank} hangs since {seconds:g} s at {what}: {remedy}\n".encode())
@@ -184,7 +195,8 @@ def patience(seconds: float, rank: int, health: Any, what: str, remedy: str = RE
 
 
 def shape_of(values: dict[str, Any]) -> tuple[int, int, int]:
-    """Return heads, their size and the tokens of --model; without one those of an image of 1024 x 1024 in FLUX.1."""
+    """Return the heads, their channels and the tokens of --model; without it those of an image of 1024 x 1024 in
+    FLUX.1."""
     from cocodiff.jobs.model_shapes import load_shape
 
     shape = load_shape(values["model"] or "flux.1")
@@ -192,7 +204,8 @@ def shape_of(values: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | None:
-    """Bytes of the fullest rank for --model at an exact preset; None without one."""
+    """Return the bytes that the fullest rank needs for --model with an exact preset. None without --model, and on other
+    ranks than 0."""
     if not values["model"] or transport.rank:
         return None
     from cocodiff.config.config import Config
@@ -209,20 +222,22 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
 
 
 def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> Apart:
-    """Run a trial on the same tiles, in a job that rank 0 starts as this one was started, while all ranks wait. Return
-    its answer on rank 0; an empty one on others, and where no library that the trial is about carries messages.
+    """Run a trial on the same tiles, in a job that rank 0 starts in the same way as this one, while all ranks wait.
 
-    trial: "pair", of two ranks; "op_sync", of all ranks, or of this node's where no mpiexec starts them."""
+    Return its reports and last line on rank 0. Both are empty on other ranks, and if the library that the trial is
+    about is not in use. trial: "pair", of two ranks; "op_sync", of all ranks, or of this node's if there is no mpiexec.
+    """
     if not transport.one_thread or (trial == "op_sync" and transport.library not in ("xccl", "ccl")):
         return [], []
     by_mpi, local, output = launch.kind == "mpi", launch.local_size or transport.size, b""
     ranks = 2 if trial == "pair" else transport.size if by_mpi else local
     given = (trial, None if by_mpi else ranks, values | {"transport": transport.library})
     words = python_words(f"from cocodiff.cli.doctor import command; sys.exit(command.answer(*{given!r}))")
-    pals = ["--pmi=pmix", "--envall"] if "PALS_RANKID" in os.environ else []
+    by_pals = ["--pmi=pmix", "--envall", *os.environ.get("MPIEXEC_FLAGS", "").split()]
+    pals = by_pals if "PALS_RANKID" in os.environ else []
     start = [find_mpiexec() or "", *pals, "-n", str(ranks), "--ppn", str(min(ranks, local))] if by_mpi else []
     environment = without_launcher(os.environ) | {"COCODIFF_RANKS": str(ranks)}
-    if trial == "op_sync":  # oneCCL reads it once
+    if trial == "op_sync":  # oneCCL reads the variable only once
         environment["CCL_OP_SYNC"] = "0" if os.environ.get("CCL_OP_SYNC", "0") != "0" else "1"
     limit_s = values["patience_s"]
     with patience(2 * limit_s, transport.rank, transport.health, f"a job of its own, {trial}"):
@@ -238,11 +253,12 @@ def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> A
 
 
 def answer(trial: str, ranks: int | None, values: dict[str, Any]) -> int:
-    """Run a trial on this job's ranks, which mpiexec has started unless `ranks` says how many to fork."""
+    """Run a trial on this job's ranks, and print its reports. ranks: number of ranks to fork; None if mpiexec has
+    started them."""
     from cocodiff.cli.doctor import trials
 
     def work(transport: Any) -> None:
-        limit_s = PAIR_S if trial == "pair" else values["patience_s"] / 2  # what is killed later may stay on its tiles
+        limit_s = PAIR_S if trial == "pair" else values["patience_s"] / 2  # ends before the job that waits kills it
         limit = partial(patience, limit_s, transport.rank, transport.health)
         for found in getattr(trials, f"report_{trial}")(transport, limit, values["messages"]):
             if transport.rank == 0:
@@ -256,7 +272,7 @@ def answer(trial: str, ranks: int | None, values: dict[str, Any]) -> int:
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding, and under those that need it the remedy."""
+    """Return a line for each finding, and under faults and warnings the remedy."""
     lines = []
     for finding in findings:
         lines.append(f"{SIGNS[finding.severity]:<6} {finding.check:<11} {finding.text}")
@@ -268,8 +284,13 @@ def table(findings: Sequence[Finding]) -> list[str]:
 def write(
     output: OutputFolder, values: dict[str, Any], facts: Facts, findings: Sequence[Finding], healthy: bool
 ) -> None:
-    """doctor.json: {"schema": 1, "healthy", "findings": [{"check", "severity", "text", "remedy"}], "facts": {...}}."""
+    """Write doctor.json: {"schema": 1, "healthy", "findings": [{"check", "severity", "text", "remedy"}], "facts":
+    {...}}, and the machine's file with the values that were measured."""
+    from cocodiff.planner.calibrate import machine_file
+
     folder = output.open()
+    if machine := facts.machine():
+        (folder / "machine.yaml").write_text(yaml.safe_dump(machine_file(machine), sort_keys=False))
     known = {
         "machine": facts.topology.machine.name,
         "ranks": [asdict(rank) | {"kernel_trials": [t._asdict() for t in rank.kernel_trials]} for rank in facts.ranks],

@@ -1,5 +1,5 @@
-"""Facts about a job, as plain data. One rank's are gathered here, from the environment, /proc and /sys, and the
-packages' own records; what messages do is tried in `trials.py`. Imports no diffusers."""
+"""The facts about a job, as plain data. One rank's facts are gathered here, from the environment, /proc and /sys, and
+the packages' own records; messages are tried in `trials.py`. This module does not import diffusers."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from cocodiff.attention.trial import DeviceTrial
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi_start import lacking_shared_memory
 from cocodiff.config.grouping import by_key
-from cocodiff.config.machine import Topology
+from cocodiff.config.machine import Machine, Topology
 from cocodiff.config.packages import TAKEN_UP
 from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
 from cocodiff.kernels.dispatch import path_of, sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
 
-# Packages that runs import, of which those that they can do without are tried where they are installed. One that fails
-# is absent for those after it, as `hide_broken` has it in a run.
+# Packages that runs import. Optional ones are tried if they are installed. One that fails is absent for those after it,
+# as `hide_broken` makes it in a run.
 REQUIRED = (
     *("numpy", "torch", "diffusers", "transformers", "accelerate", "safetensors", "scipy", "skimage", "tifffile"),
     *("PIL", "jinja2", "yaml", "tqdm"),
 )
 OPTIONAL = ("h5py", "numcodecs", "zarr", "imagecodecs", "matplotlib", "mrcfile", "imageio_ffmpeg", "mpi4py.MPI")
-IMPORTS_S = 60.0  # for all of them; on two cores they take 5 s
+IMPORTS_S = 60.0  # seconds for all of them; on two cores they take 5
 LATE = "it did not end within"
 TRY_IMPORTS = """
 import sys
@@ -52,8 +52,8 @@ for name in sys.argv[1:]:
         sys.modules[name] = None
     print(f"\\n{name}\\t{failed}", flush=True)
 """
-Apart = tuple[list[Any], list[str]]  # of a trial in a job of its own: its reports, and the last line that is none
-BLOCKED_S = 2e-5  # of the host, for a message: a library that only queues it takes less
+Apart = tuple[list[Any], list[str]]  # a trial in a job of its own: its reports, and the last other line
+BLOCKED_S = 2e-5  # seconds of the host for a message: a library that only queues it takes less
 PACKAGES = (
     *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
     *("impi-rt", "intel_extension_for_pytorch", "oneccl_bind_pt", "intel-sycl-rt"),
@@ -69,163 +69,171 @@ INTEL, DISPLAY = "0x8086", "0x03"
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of a host. sockets: those whose cores are near it."""
+    """A GPU of a host."""
 
-    address: str
-    sockets: tuple[int, ...]
+    address: str  # PCI address
+    sockets: tuple[int, ...]  # sockets whose cores are near it
 
 
 @dataclass(frozen=True)
 class Nic:
+    """A network interface of a host."""
+
     name: str
-    sockets: tuple[int, ...]
+    sockets: tuple[int, ...]  # sockets whose cores are near it
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's own view.
-
-    local_size: what the launcher says, None where it does not.
-    versions: package -> version, None where it is not installed; the MPI library's under "mpi".
-    unimported: package -> why it does not import; empty where this rank did not look.
-    environment: the variables that matter (VARIABLES).
-    library: what carries messages: mpi, mpi-rma, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" for a rank
-    alone. drawback: what is wrong with the transport that was asked for.
-    device: "cpu", "xpu:3"; of its kind there are tiles_seen. device_name: as its driver has it, "" on a CPU.
-    tile: what tells tiles of a host apart, "" on a CPU.
-    card: of this rank's tile, None where the system does not tell. cores and sockets: those that this rank may use.
-    host_cores: all cores of the host. free and total: bytes of memory; of a tile that ranks share, this one's part.
-    sycl: what SYCL kernels run on, or "" with the reason in `no_sycl`; both "" where this rank did not look.
-    compiles_again: where every start compiles the SYCL kernels, what has libsycl keep them; else "".
-    kernel_trials: operations of SYCL against torch's; where there is none, an accelerator's torch against the CPU's.
-    sums: by dtype, what computes attention in parts, where that depends on torch's version (`attention.sums`).
-    mpi_library: path of the libmpi that is loaded; system_mpi: an mpiexec of no Python environment; python_prefix: the
-    environment's folder, where the one of PyPI would lie. no_shared_memory: of the host, for MPI, and the remedy.
-    """
+    """The facts about one rank, as it sees them."""
 
     rank: int
     host: str
     local_rank: int
-    launcher: str
-    local_size: int | None
-    versions: dict[str, str | None]
-    environment: dict[str, str]
-    library: str
-    device: str
-    tile: str
-    tiles_seen: int
-    card: Card | None
-    cores: tuple[int, ...]
-    sockets: tuple[int, ...]
-    host_cores: int
+    launcher: str  # kind of the launch
+    local_size: int | None  # the launcher's number of ranks on this node; None if it does not say
+    versions: dict[str, str | None]  # by package, None if it is not installed; the MPI library's under "mpi"
+    environment: dict[str, str]  # the variables that matter (VARIABLES)
+    library: str  # sends messages: mpi, mpi-rma, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" on one rank
+    device: str  # "cpu", "xpu:3"
+    tile: str  # a name that differs between tiles of a host; "" on a CPU
+    tiles_seen: int  # devices of its kind that this rank sees
+    card: Card | None  # the card of this rank's tile; None if the system does not say
+    cores: tuple[int, ...]  # cores that this rank may use
+    sockets: tuple[int, ...]  # sockets of these cores
+    host_cores: int  # all cores of the host
     nics: tuple[Nic, ...]
-    free: int | None
-    total: int | None
-    kernels: str
-    sycl: str
-    no_sycl: str
-    mpi_library: str
-    system_mpi: str
-    python_prefix: str
-    compiles_again: str = ""
+    free: int | None  # bytes of free memory; on a shared tile this rank's part
+    total: int | None  # bytes of memory; on a shared tile this rank's part
+    kernels: str  # the setting, or COCODIFF_KERNELS where that is auto
+    sycl: str  # device of the SYCL kernels; "" if there is none, or if this rank did not look
+    no_sycl: str  # why there is none; "" if there is one, or if this rank did not look
+    mpi_library: str  # path of the libmpi that is loaded
+    system_mpi: str  # path of an mpiexec outside of Python environments
+    python_prefix: str  # folder of the Python environment, which may have PyPI's MPI
+    compiles_again: str = ""  # if every start compiles the SYCL kernels: how to have libsycl keep them
+    # SYCL's operations compared with torch's; without SYCL an accelerator's torch compared with the CPU's
     kernel_trials: tuple[KernelTrial, ...] = ()
-    device_name: str = ""
-    drawback: str = ""
-    no_shared_memory: str = ""
-    sums: dict[str, str] = field(default_factory=dict)
+    device_name: str = ""  # the driver's name of the device; "" on a CPU
+    drawback: str = ""  # why the transport that was asked for is unfit
+    no_shared_memory: str = ""  # that the host lacks shared memory for MPI, and the remedy
+    sums: dict[str, str] = field(default_factory=dict)  # kernel of attention in parts (`attention.sums`) by dtype
     device_trial: DeviceTrial | None = None  # attention, copies and repeated products at the run's shape
-    deterministic_cost: float = 1.0  # how many times as long products take that add up in one order
-    unimported: dict[str, str] = field(default_factory=dict)
+    deterministic_cost: float = 1.0  # factor of time for products that add up in one order
+    rates: dict[str, float] = field(default_factory=dict)  # of the device, under their names in machine files
+    unimported: dict[str, str] = field(default_factory=dict)  # why packages do not import; {} if this rank did not look
 
     @property
     def on_cpu(self) -> bool:
+        """True if this rank computes on the CPU."""
         return self.device == "cpu"
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """A trial of one all-to-all, or of `at_once` that are under way together. wrong: a line for each rank that received
-    something else than was sent."""
+    """A trial of one all-to-all, or of several under way together."""
 
     dtype: str
-    bytes: int
-    seconds: float
-    wrong: tuple[str, ...] = ()
-    at_once: int = 1
+    bytes: int  # to each peer
+    seconds: float  # of the slowest rank
+    wrong: tuple[str, ...] = ()  # one line for each rank that received other numbers than were sent
+    at_once: int = 1  # number of all-to-alls under way together
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of communication alone, of other work alone and of both at once, of the slowest rank."""
+    """The trial of messages beside other work, on the slowest rank."""
 
-    communication_s: float
-    work_s: float
-    both_s: float
+    communication_s: float  # seconds of messages alone
+    work_s: float  # seconds of other work alone
+    both_s: float  # seconds of both at once
 
     @property
     def hidden(self) -> float:
-        """The part of the shorter one that went on behind the longer one, from 0 to 1."""
+        """The part of the shorter of the two that was hidden behind the longer one, from 0 to 1."""
         shorter = min(self.communication_s, self.work_s)
         return max(0.0, min(1.0, (self.communication_s + self.work_s - self.both_s) / shorter)) if shorter else 1.0
 
 
 @dataclass(frozen=True)
 class Issue:
-    """A call that sends and receives so many messages of so many bytes in all each way: seconds until it returns, and
-    until they are through, of the slowest rank."""
+    """The times of a call that sends and receives messages, on the slowest rank."""
 
-    call: str
-    bytes: int
-    messages: int
-    returns_s: float
-    complete_s: float
+    call: str  # name of the call
+    bytes: int  # bytes that it sends in all
+    messages: int  # number of messages that it sends and receives
+    returns_s: float  # seconds until it returns
+    complete_s: float  # seconds until its messages have arrived
 
     @property
     def blocks(self) -> bool:
-        """Whether the host waits for the library: for each message, or for most of the time that they take."""
+        """True if the host waits in the call: for each message, or for most of the time that the messages take."""
         return self.returns_s > max(BLOCKED_S * self.messages, self.complete_s / 2)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A job. order: rounds of messages between busy streams, all of them right; None where there are no streams.
-    needed: bytes per rank of the model asked about, or None. stopped: why the trials were not gone on with; then
-    `ranks` is the first one alone."""
+    """The facts about a job."""
 
-    ranks: Sequence[RankFacts]
+    ranks: Sequence[RankFacts]  # of all ranks; of the first one alone if the trials were stopped
     topology: Topology
     alltoalls: Sequence[AllToAll] = ()
     overlap: Overlap | None = None
-    order: int | None = None
+    order: int | None = None  # rounds of messages between busy streams, all of them right; None without streams
     issues: Sequence[Issue] = ()
-    needed: int | None = None
-    stopped: str = ""
-    messages: str = "auto"  # the setting
-    one_by_one: bool = False  # whether messages of a batch are believed to wait for each other, see `LaneOwner`
-    pair: Apart = ([], [])  # of a batch of two messages, see `trials.report_pair`
-    op_sync: Apart = ([], [])  # with the other value of CCL_OP_SYNC, see `trials.report_op_sync`
+    needed: int | None = None  # bytes that a rank needs for the model in question
+    stopped: str = ""  # why the trials were ended early
+    messages: str = "auto"  # the setting `messages`
+    one_by_one: bool = False  # True if messages of a batch are assumed to wait for each other, see `LaneOwner`
+    pair: Apart = ([], [])  # trial of a batch of two messages, see `trials.report_pair`
+    op_sync: Apart = ([], [])  # trial with the other value of CCL_OP_SYNC, see `trials.report_op_sync`
 
     @property
     def blocked_us(self) -> float:
-        """Microseconds that each message blocks the host, whatever its size: the least of all calls."""
+        """The microseconds for which each message blocks the host, whatever its size: the least of all calls."""
         return min((one.returns_s / one.messages for one in self.issues), default=0.0) * 1e6
 
+    def machine(self) -> Machine | None:
+        """Return the machine with the values that were measured here, which are beliefs no longer.
+
+        None if CPUs stood in for a machine of accelerators.
+        Rates and times are the slowest rank's; products that reach more than the file's peak set a new one.
+        """
+        machine, of_all = self.topology.machine, [rank.rates for rank in self.ranks if rank.rates]
+        if self.ranks[0].on_cpu and machine.device.bf16_tflop_s:
+            return None
+        measured = {name: max(of_rank[name] for of_rank in of_all) for name in ("launch_us", "wait_us") if of_all}
+        if of_all and machine.device.bf16_tflop_s:
+            reached = min(of_rank["bf16_tflop_s"] for of_rank in of_all)
+            peak = max(reached, machine.device.bf16_tflop_s)
+            measured |= {"bf16_tflop_s": peak, "peak_share": reached / peak}
+        if self.overlap is not None:
+            measured["overlap_share"] = self.overlap.hidden
+        if self.issues:
+            quick = min(self.issues, key=lambda issue: (issue.messages, issue.bytes))
+            of_host = quick.messages * self.blocked_us
+            measured |= {"blocked_us": self.blocked_us, "latency_us": max(0.0, quick.complete_s * 1e6 - of_host)}
+        for name, value in measured.items():
+            machine = machine.with_value(name, value)
+        return machine
+
     def hosts(self) -> dict[str, list[RankFacts]]:
+        """Return the ranks of each host."""
         return by_key((rank.host, rank) for rank in self.ranks)
 
     def firsts(self, tells: Callable[[RankFacts], Any]) -> list[tuple[str, RankFacts]]:
-        """Every host with the first of its ranks that tells something, where there is one."""
+        """Return each host with the first of its ranks for which `tells` is true. Hosts without one are left out."""
         found = {rank.host: rank for rank in reversed(self.ranks) if tells(rank)}
         return [(host, found[host]) for host in self.hosts() if host in found]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-5", "ranks 0-2, 7"."""
+    """Return "rank 3", "ranks 0-5" or "ranks 0-2, 7"."""
     return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {', '.join(spans(ranks))}"
 
 
 def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
-    """ "A on ranks 0-3; B on rank 4"."""
+    """Return for instance "A on ranks 0-3; B on rank 4"."""
     groups = by_key(zip(values, [rank.rank for rank in ranks], strict=True))
     return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
 
@@ -234,7 +242,8 @@ def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
 
 
 def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_host: bool) -> RankFacts:
-    """This rank's facts. look_at_host: open the SYCL kernels and import all packages; one rank of a host is enough."""
+    """Return this rank's facts. look_at_host: compile the SYCL kernels and import all packages, on one rank of each
+    host."""
     device, of_host = transport.device, launch.local_size or transport.size
     on_cpu = device.type == "cpu"
     sycl, no_sycl = sycl_path(device, kernels) if look_at_host else ("", "")
@@ -277,7 +286,7 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_host: bool
 
 
 def attention_in_parts(device: torch.device) -> dict[str, str]:
-    """What gives the sums of parts of attention, by dtype, where it has to be tried."""
+    """Return the kernel of attention in parts by dtype, on devices where it has to be tried."""
     if device.type not in TRIED:
         return {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -285,10 +294,12 @@ def attention_in_parts(device: torch.device) -> dict[str, str]:
 
 
 def unimported(names: Sequence[str], limit_s: float = IMPORTS_S) -> dict[str, str]:
-    """Import packages, each in turn, in a process of its own, and return why some fail. One that ends the process, or
-    that is not through `limit_s` seconds after its start, is the last one that is tried."""
+    """Import packages in a process of their own, one after the other, and return the reasons of those that fail.
+
+    A package that ends the process, or is not imported `limit_s` seconds after its start, is the last one tried.
+    """
     left = [name for name in names if name in REQUIRED or find_spec(name.partition(".")[0])]
-    # A process that a rank starts has its variables: MPI would take it for the rank, were it started there.
+    # The process inherits the rank's variables: MPI must not start in it, since it would take it for the rank.
     run: Callable[..., Any] = partial(
         subprocess.run, env=os.environ | {"MPI4PY_RC_INITIALIZE": "0"}, capture_output=True, timeout=limit_s
     )
@@ -303,6 +314,7 @@ def unimported(names: Sequence[str], limit_s: float = IMPORTS_S) -> dict[str, st
 
 
 def versions() -> dict[str, str | None]:
+    """Return the versions of packages, None for those that are not installed."""
     found: dict[str, str | None] = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
@@ -317,18 +329,18 @@ def versions() -> dict[str, str | None]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that matter, without what gives access to anything: the file may be sent to others."""
+    """Return the variables that matter, without secrets, since the file may be sent to others."""
     known = ((name, value) for name, value in sorted(os.environ.items()) if VARIABLES.match(name))
     return {name: re.sub("//[^/@]*@", "//...@", value) for name, value in known if not SECRET.search(name)}
 
 
 def properties_of(device: torch.device) -> Any:
-    """Of a device that is no CPU, as torch tells them."""
+    """Return torch's properties of a device that is not a CPU."""
     return torch.get_device_module(device).get_device_properties(device)
 
 
 def tile_of(device: torch.device) -> str:
-    """A name that no other tile of the host has: the driver's own number of it, else its index and what selects
+    """Return a name that no other tile of the host has: the driver's UUID, else its index and the variables that select
     devices."""
     uuid = getattr(properties_of(device), "uuid", None)
     selecting = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "CUDA_VISIBLE_DEVICES")
@@ -337,13 +349,17 @@ def tile_of(device: torch.device) -> str:
 
 
 def tiles_seen(device: torch.device) -> int:
+    """Return the number of devices that this process sees; 0 on a CPU."""
     return 0 if device.type == "cpu" else int(torch.get_device_module(device).device_count())
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The card of a device. Of CUDA torch knows the address; of Intel's, tiles are assigned to cards in order of their
-    addresses, which is known only while no variable selects among them: Aurora's module always sets
-    ONEAPI_DEVICE_SELECTOR to all GPUs, `opencl:gpu;level_zero:gpu`, and a number there takes some of them."""
+    """Return the card of a device; None if it is not known.
+
+    For CUDA torch gives the address. Intel's tiles are assigned to cards in the order of their addresses. That holds
+    only if no variable selects among them: Aurora's module always sets ONEAPI_DEVICE_SELECTOR to all GPUs,
+    `opencl:gpu;level_zero:gpu`, and a number in it selects some.
+    """
     devices = SYS / "bus/pci/devices"
     if device.type == "cuda":
         of = properties_of(device)
@@ -363,13 +379,13 @@ def card_of(device: torch.device) -> Card | None:
 
 
 def nics() -> tuple[Nic, ...]:
-    """Fast NICs: Slingshot's (cxi) and InfiniBand's."""
+    """Return the fast NICs: Slingshot's (cxi) and InfiniBand's."""
     paths = [*(SYS / "class/cxi").glob("cxi*"), *(SYS / "class/infiniband").glob("*")]
     return tuple(Nic(path.name, near_sockets(path / "device")) for path in sorted(paths))
 
 
 def near_sockets(device: Path) -> tuple[int, ...]:
-    """The sockets whose cores are near a device, by its list of cores like 0-3,8."""
+    """Return the sockets whose cores are near a device, by its list of cores like 0-3,8."""
     cores: list[int] = []
     for part in filter(None, read(device / "local_cpulist").split(",")):
         first, _, last = part.partition("-")
@@ -378,12 +394,13 @@ def near_sockets(device: Path) -> tuple[int, ...]:
 
 
 def sockets_of(cores: Sequence[int]) -> tuple[int, ...]:
-    """The sockets that cores are on; none where the system does not tell."""
+    """Return the sockets of cores; () if the system does not say."""
     paths = (SYS / f"devices/system/cpu/cpu{core}/topology/physical_package_id" for core in cores)
     return tuple(sorted({int(text) for path in paths if (text := read(path)).lstrip("-").isdigit()}))
 
 
 def read(path: Path) -> str:
+    """Return a file's text; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -391,13 +408,14 @@ def read(path: Path) -> str:
 
 
 def total_memory(device: torch.device, ranks: int) -> int | None:
+    """Return the bytes of memory of a device, divided among the ranks that share it."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(properties_of(device).total_memory) // ranks_on_device(device, ranks)
 
 
 def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
-    """The device that SYCL kernels run on, or "" and why they do not."""
+    """Return the device of the SYCL kernels, and why there is none; one of the two is ""."""
     if path_of(kernels) == "torch":
         return "", "torch was asked for"
     try:
@@ -408,19 +426,21 @@ def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
 
 
 def loaded_mpi() -> str:
-    """The path of the MPI library that this process has loaded, "" where it has not."""
+    """Return the path of the MPI library that this process has loaded; "" if there is none."""
     found = re.search(r"\S*/libmpi\.so\S*", read(Path("/proc/self/maps")))
     return found[0] if found else ""
 
 
 def spelled(planes: Sequence[int]) -> str:
-    """The tiles of each plane, as in CCL_TOPO_COLOR: {0,3},{1,2}. Numbers of planes carry no meaning but equality."""
+    """Return the tiles of each plane in the form of CCL_TOPO_COLOR: {0,3},{1,2}. Equal planes in another numbering give
+    the same text."""
     groups = by_key((plane, tile) for tile, plane in enumerate(planes))
     return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
 
 
 def planes_of(color: str) -> tuple[int, ...]:
-    """The planes of a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raises ValueError for anything else."""
+    """Return the plane of each tile from a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raise ValueError for
+    other texts."""
     found = re.search(r"plane\s*:\s*((?:\{[\d,\s]+\}\s*,?\s*)+)", color)
     groups = re.findall(r"\{([\d,\s]+)\}", found[1]) if found else []
     plane_of = {int(tile): plane for plane, group in enumerate(groups) for tile in group.split(",") if tile.strip()}

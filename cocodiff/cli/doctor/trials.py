@@ -1,5 +1,5 @@
-"""Trials on all ranks: all-to-alls whose content is known, messages beside other work and between streams that are kept
-busy, how long calls that send and receive hold the host."""
+"""Trials on all ranks: all-to-alls with known content, messages beside other work and between busy streams, and the
+time for which calls that send and receive block the host."""
 
 from __future__ import annotations
 
@@ -26,53 +26,62 @@ from cocodiff.kernels.device import set_repeatable
 Step = Callable[[str], AbstractContextManager[Any]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 REPEATS = 3
-AT_ONCE = 12  # calls under way: as many as a block of a model with guidance and chunks has
-SIDE = 2048  # of the matrices that keep an accelerator busy
-# Bytes to each peer: on a CPU all ranks' messages pass through one memory.
+LAUNCHES = 200  # small kernels whose launches are timed
+AT_ONCE = 12  # calls under way together: as many as a block of a model with guidance and chunks has
+SIDE = 2048  # rows and columns of the matrices that keep an accelerator busy
+# Bytes to each peer. On a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
-MOST = {"cpu": (4, 577), "other": (2**10, 2**20)}  # heads and tokens of attention
-MOST_RANKS = 96  # that send to all others in a trial; of more ranks each sends to a sample
-NEAR = 12  # ranks that sit side by side are all in the sample: those of a node of Aurora, with all kinds of its links
-COPIES = 5  # of a message: sent, received, expected, and the two buffers of a library's all-to-all
-MOST_BYTES = 2**31  # of a rank's copies in one trial
+MOST = {"cpu": (4, 577), "other": (2**10, 2**20)}  # the most heads and tokens of attention
+MOST_RANKS = 96  # up to so many ranks send to all others in a trial; of more, each sends to a sample
+NEAR = 12  # distance up to which all ranks are in the sample: a node of Aurora, with all kinds of its links
+COPIES = 5  # copies of a message: sent, received, expected, and the two buffers of a library's all-to-all
+MOST_BYTES = 2**31  # bytes of a rank's copies in one trial
 OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
-BUSY_S = 0.02  # for which a stream is held up, many times as long as the message takes
+BUSY_S = 0.02  # seconds for which a stream is kept busy, many times as long as the message takes
 ORDER_BYTES, ROUNDS = 2**16, 6
 ISSUE_BYTES = (4096, 2**16, 2**20, 2**24)
-OLD_SENT, OLD_RECEIVED = 251, 252  # what memory held before; content is less
+OLD_SENT, OLD_RECEIVED = 251, 252  # values in memory before a message; content is less
 READ_EARLY = "what was received is read on another stream before it is there: wait does not order that stream"
 SENT_EARLY = "a message left before the stream that writes it was through: sending does not wait for that stream"
 POSTED_EARLY = "a message was put into memory that an earlier operation still read: receiving does not wait for it"
 
 
 def of_device(table: dict[str, Any], device: torch.device) -> Any:
+    """Return the entry of a table for the CPU or for other devices."""
     return table["cpu" if device.type == "cpu" else "other"]
 
 
 def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Whole numbers below 256, exact in every dtype, that differ by sender, receiver and position."""
+    """Return the content of a message: whole numbers below 256, exact in every dtype, that differ by sender, receiver
+    and position."""
     return ((torch.arange(length, device=device) * 7 + 31 * sender + 17 * receiver) % 251).to(dtype)
 
 
 def peers_of(rank: int, size: int) -> list[int]:
-    """Return the ranks that one sends to and receives from in a trial, itself among them: all of a few, of more those
-    at the same distances from every rank, NEAR to it and then farther and farther away."""
+    """Return the ranks that a rank sends to and receives from in a trial, itself included.
+
+    Up to MOST_RANKS these are all ranks. Of more they are those at certain distances, the same for every rank: up to
+    NEAR, then growing ones.
+    """
     if size <= MOST_RANKS:
         return [*range(size)]
-    far = [min((NEAR << n) + n, size // 2) for n in range(size.bit_length())]  # on a node at this place and beside it
+    far = [min((NEAR << n) + n, size // 2) for n in range(size.bit_length())]  # at this place on a node, and beside it
     return sorted({(rank + way * distance) % size for distance in (*range(NEAR), *far) for way in (1, -1)})
 
 
 def message_bytes(wanted: int, ranks: int, at_once: int = 1) -> int:
-    """Return the size of a trial's messages: what is wanted, or less where a rank's copies would pass MOST_BYTES."""
+    """Return the size of a trial's messages: `wanted`, or less if a rank's copies would exceed MOST_BYTES."""
     messages = len(peers_of(0, ranks)) * sum(1 / (1 + number % 3) for number in range(at_once))
     return min(wanted, int(MOST_BYTES / (COPIES * messages)))
 
 
 def all_to_alls(transport: Transport, group: Group, step: Step = nullcontext) -> list[AllToAll]:
-    """Every dtype and size, sizes uneven and some empty, and once more with checksums; then many at once, as the engine
-    has them: batches that overlap were seen to bring wrong bytes (torch-xpu-ops 3022). Rank 0's answer is of all ranks,
-    others' of their own messages. step: around each trial, which it is given a name of."""
+    """Try all-to-alls of every dtype and size, each plainly and with checksums, then many at once as in the engine.
+
+    Sizes are uneven and some are 0. Overlapping batches have brought wrong bytes before (torch-xpu-ops 3022). Return
+    the trials: on rank 0 of all ranks, on others of their own messages. step: a context around each trial, called with
+    its name.
+    """
     found, sizes = [], of_device(SIZES, transport.device)
     cases = [(dtype, size, 1) for dtype in DTYPES for size in sizes]
     for dtype, size, at_once in [*cases, *((torch.bfloat16, size, AT_ONCE) for size in sizes)]:
@@ -83,19 +92,22 @@ def all_to_alls(transport: Transport, group: Group, step: Step = nullcontext) ->
 
 
 def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int, at_once: int) -> AllToAll:
+    """Try `at_once` all-to-alls at the same time."""
     me, device = transport.rank, transport.device
     peers, nothing = peers_of(me, transport.size), torch.empty(0, dtype=dtype, device=device)
 
     def length(sender: int, receiver: int, number: int) -> int:
-        """Every seventh message is empty, the others differ a little; sizes change from call to call."""
+        """Return the length of a message. Every seventh is empty, the others differ a little; sizes change from call to
+        call."""
         here = size // dtype.itemsize // (1 + number % 3)
         return 0 if (sender + 2 * receiver + number) % 7 == 6 else here + (sender + receiver) % 5
 
     def made(sender: int, receiver: int, number: int) -> Tensor:
+        """Return the content of a message."""
         return content(sender + number, receiver, length(sender, receiver, number), dtype, device)
 
     def to_all(messages: Iterable[Tensor]) -> list[Tensor]:
-        """The messages of `peers`, and an empty one of every other rank."""
+        """Return a message for every rank: those of `peers`, and empty ones for others."""
         of_peers = dict(zip(peers, messages, strict=True))
         return [of_peers.get(rank, nothing) for rank in range(transport.size)]
 
@@ -126,8 +138,11 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
 
 
 def overlap(transport: Transport, group: Group) -> Overlap:
-    """An all-to-all on a lane, as attention sends it, beside work of about the same length: on accelerators matrix
-    products, on a CPU sleep, for there the question is whether messages move while the main thread does not help."""
+    """Time an all-to-all on a lane, as attention sends it, beside work of about the same length.
+
+    On accelerators the work is matrix products. On a CPU it is sleep: there the question is whether messages move
+    without the main thread's help.
+    """
     device = transport.device
     length = min(of_device(OVERLAP_BYTES, device), MOST_BYTES // (COPIES * transport.size)) // 4
     sends = [torch.ones(length, device=device) for _ in range(transport.size)]
@@ -154,7 +169,8 @@ def overlap(transport: Transport, group: Group) -> Overlap:
 
 
 def timed(group: Group, device: torch.device, begin: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds until a call returns, and until what it returns, if anything, and all work on the device are through."""
+    """Return the seconds until a call returns, and until its result, if any, and all work on the device are
+    complete."""
     group.barrier()
     synchronise(device)
     started = time.perf_counter()
@@ -167,7 +183,7 @@ def timed(group: Group, device: torch.device, begin: Callable[[], Any]) -> tuple
 
 
 def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
-    """Work of about `seconds` that needs no messages."""
+    """Return a function that works for about `seconds` without messages."""
     if device.type == "cpu":
         return lambda: time.sleep(seconds)
     a, once_s = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16), product_s(device)
@@ -181,22 +197,43 @@ def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
 
 
 def product_s(device: torch.device) -> float:
-    """Return the seconds that a product of large matrices takes, the mean of ten."""
+    """Return the seconds of a product of large matrices."""
     a = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16)
-    a @ a
+    return mean_s(device, lambda: a @ a, 10)
+
+
+def mean_s(device: torch.device, call: Callable[[], Any], times: int) -> float:
+    """Return the mean seconds of calls one after another, after one that is not counted."""
+    call()
     synchronise(device)
     started = time.perf_counter()
-    for _ in range(10):
-        a @ a
+    for _ in range(times):
+        call()
     synchronise(device)
-    return (time.perf_counter() - started) / 10
+    return (time.perf_counter() - started) / times
+
+
+def rates(device: torch.device) -> dict[str, float]:
+    """Return an accelerator's TFLOP/s of matrix products, and microseconds of a launch and of a number that is read.
+
+    The names are those of machine files (`config.machine.Device`). A CPU has none.
+    """
+    if device.type == "cpu":
+        return {}
+    x = torch.ones(64, device=device)
+    launch_s = mean_s(device, lambda: x.add_(1), LAUNCHES)
+    read_s = mean_s(device, lambda: x.add_(1)[0].item(), LAUNCHES)
+    rate = 2 * SIDE**3 / product_s(device) / 1e12
+    return {"bf16_tflop_s": rate, "launch_us": launch_s * 1e6, "wait_us": max(0.0, read_s - launch_s) * 1e6}
 
 
 def order(transport: Transport, group: Group) -> int | None:
-    """Messages around a ring that are written on a stream that is kept busy, and read on another one, by ranks that are
-    late in turns: how many rounds. None on a CPU, where work is done when its call returns. All ranks call it.
+    """Try messages around a ring that are written on a busy stream and read on another one, while ranks are late in
+    turns. All ranks call it.
 
-    Raises OwnRankError with the order that was broken: messages cannot be relied on then to gather such words."""
+    Return the number of rounds; None on a CPU, where work is complete when its call returns. Raise OwnRankError with
+    the fault: messages cannot be relied on then to gather it.
+    """
     device = transport.device
     if device.type == "cpu":
         return None
@@ -211,7 +248,8 @@ def order(transport: Transport, group: Group) -> int | None:
 
 
 def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | None, number: int) -> list[str]:
-    """One message to the next rank and one from the rank before. busy: keeps the stream that writes busy."""
+    """Send one message to the next rank and receive one from the previous rank. Return the faults. busy: keeps the
+    writing stream busy."""
     device, size = transport.device, transport.size
     module = torch.get_device_module(device)
     after, before = (transport.rank + 1) % size, (transport.rank - 1) % size
@@ -231,7 +269,7 @@ def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | No
         read = received.clone()
     synchronise(device)
     words = [POSTED_EARLY] if not bool((earlier == OLD_RECEIVED).all()) else []
-    # What a message holds that left early can be anything: whether it is there in the end tells the two faults apart.
+    # A message that left too early has any content. If the right one has arrived in the end, it was read too early.
     if not torch.equal(received, expected):
         words.append(SENT_EARLY)
     elif not torch.equal(read, expected):
@@ -240,8 +278,10 @@ def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | No
 
 
 def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list[Issue]:
-    """How long the calls that the engine's exchanges and gathers make hold the host, and until when the messages are
-    through: the median of a few, of the slowest rank. All ranks call it; rank 0's answer is whole."""
+    """Time the calls of the engine's exchanges and gathers: until they return, and until their messages have arrived.
+
+    Times are medians of the slowest rank. All ranks call it; rank 0's answer is complete. step: as for `all_to_alls`.
+    """
     size, rank, device = transport.size, transport.rank, transport.device
     after, before = (rank + 1) % size, (rank - 1) % size
 
@@ -267,7 +307,7 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
         for length in ISSUE_BYTES:
             with step(f"calls {name} of {length} bytes"):
                 call = make(length)
-                timed(group, device, call)  # uncounted
+                timed(group, device, call)  # not counted
                 times = [timed(group, device, call) for _ in range(REPEATS)]
                 own = [*map(statistics.median, zip(*times, strict=True))]
                 of_ranks = transport.gather_object(own) or [own]
@@ -276,8 +316,10 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
 
 
 def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens: int) -> tuple[DeviceTrial, float]:
-    """Try this rank's device at a run's shape, a CPU at a smaller one. Return the trial, and how many times as long
-    products take that add up in one order."""
+    """Try this rank's device at a run's shape, a CPU at a smaller one.
+
+    Return the trial, and the factor of time for products that add up in one order.
+    """
     heads, tokens = map(min, (heads, tokens), of_device(MOST, device))
     own, rows = -(-heads // ranks), -(-tokens // ranks)
     shape, seconds = Shape((1, tokens, own, head_dim), (rows, heads * head_dim), torch.bfloat16, parts=True), [1.0, 1.0]
@@ -289,6 +331,7 @@ def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens:
 
 
 def synchronise(device: torch.device) -> None:
+    """Wait for all work on the device."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -297,8 +340,8 @@ def synchronise(device: torch.device) -> None:
 
 
 def report_pair(transport: Any, limit: Step, _: str) -> Iterator[Any]:
-    """Two ranks exchange a message in a batch whose send comes first on both: that they have met, and then what is
-    wrong with what came."""
+    """Yield "met" once two ranks are connected, then the faults of an exchange in a batch that both begin with a
+    send."""
     group = transport.group(range(2), together=False)
     group.in_one_order = False
     yield "met"
@@ -308,7 +351,8 @@ def report_pair(transport: Any, limit: Step, _: str) -> Iterator[Any]:
 
 
 def report_op_sync(transport: Transport, limit: Step, messages: str) -> Iterator[Any]:
-    """Yield what is wrong with all-to-alls, the seconds that all take, and the part of one hidden behind other work."""
+    """Yield the result of all-to-alls with this CCL_OP_SYNC, their seconds, and the part of one hidden behind other
+    work."""
     with limit("all-to-alls with another CCL_OP_SYNC"):
         group = transport.group(range(transport.size), TOGETHER[messages])
         found, hidden = all_to_alls(transport, group), overlap(transport, group).hidden

@@ -1,8 +1,8 @@
-"""Two parts of the ranks with a branch of guidance each, and what they send each other: the model's output.
+"""Two parts of the ranks with a guidance branch each, and their messages to each other: the model's output.
 
-A call may fail in one part, for want of memory say, and not in the other. So each result travels with a flag that says
-whether there is one, and a part that fails, or hears that the other one did, makes up the messages that are left of
-the step: what one part sends the other receives, and a caller who catches the error may go on with another image.
+A call may fail in one part, for lack of memory for instance, and not in the other. So each result travels with a flag
+that says if it exists. A part that fails, or learns that the other one did, makes up for the step's remaining messages:
+each message that one part sends is received, and a caller that catches the error may go on with another image.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.axes import Axes
 
-AT = "the other guidance branch"  # the name of every call that the parts make together
+AT = "the other guidance branch"  # the name of all calls that the parts make together
 
 
 class GuidanceParts:
-    """This rank's part of the ranks, and the rank of the other part that has the same place there."""
+    """This rank's part of the ranks, and the messages to its partner: the rank at the same place in the other part."""
 
     def __init__(self, topology: Topology, transport: Transport, trace: Trace, sequence_of: SequenceOf) -> None:
-        """topology, transport: of both parts, of which every rank makes one."""
+        """Make this rank's sequence and the group with its partner, together with all ranks of both parts."""
         axes, rank = Axes.build(topology, guidance=PARTS), transport.rank
         ranks = axes.branch(rank)
         self.number = axes.coordinates(rank).guidance
@@ -43,21 +43,22 @@ class GuidanceParts:
         self._trace, self._link = trace, topology.link_class(rank, pair[1 - self.number])
         self._device = transport.device
         self._sent: list[LaneFuture[None]] = []
-        self._awaited: list[Callable[[], None]] = []  # what receives the messages, whatever they bring
-        self._unposted: list[Callable[[], object]] = []  # of these, what posts the receives that nobody has asked for
-        self._next = self._calls = 0  # of the current step: the branch of the next message, and how many there will be
+        self._awaited: list[Callable[[], None]] = []  # functions that receive the messages, failed or not
+        self._unposted: list[Callable[[], object]] = []  # functions that post those receives which are not posted yet
+        self._next = self._calls = 0  # of the current step: branch of the next message, expected number of messages
 
     def begin_step(self, calls: int) -> None:
-        """calls: that the step should have, as both parts know alike."""
+        """Wait for all messages of the last step. calls: the new step's expected number of calls, equal in both
+        parts."""
         self.drain()
         self._next, self._calls = 0, calls
 
     def keeps(self, branch: int) -> bool:
-        """Whether this part computes a branch that is computed by one of them."""
+        """Return True if this part computes `branch` when the parts take calls in turns."""
         return branch % PARTS == self.number
 
     def own_rows(self, arguments: Mapping[str, Any], rows: int) -> dict[str, Any]:
-        """A call's arguments with this part's half of everything along the batch."""
+        """Return a call's arguments with this part's half of every tensor that has `rows` rows along the batch."""
         half = rows // PARTS
 
         def cut(x: Tensor) -> Tensor:
@@ -66,7 +67,8 @@ class GuidanceParts:
         return {name: tree_map_only(Tensor, cut, value) for name, value in arguments.items()}
 
     def all_rows(self, output: Any) -> Any:
-        """A call's result with both parts' rows, from this part's."""
+        """Return a call's result with the rows of both parts, which exchange halves. Raise RuntimeError if the other
+        part failed to compute its half."""
         own = self._message(output)
         others, exchanged = self._exchange_halves(own)
         exchanged.wait()
@@ -77,8 +79,7 @@ class GuidanceParts:
         )
 
     def send(self, output: Any, failed: bool = False) -> Any:
-        """Starts sending a call's result to the other part, and returns it. What the caller does to it afterwards
-        changes nothing."""
+        """Begin to send a copy of a call's result to the other part. Return the result, which may then be changed."""
         self._next += 1
         self._post_receives()
         copies = self._message(tree_map_only(Tensor, torch.clone, output), failed)
@@ -87,12 +88,13 @@ class GuidanceParts:
         return output
 
     def awaited(self, like: Any) -> Any:
-        """The result of a call that the other part computes, with tensors that wait for their values when asked. These
-        raise RuntimeError where the other part has failed."""
+        """Return the result of a call that the other part computes, with tensors that wait for their values when they
+        are read. Reading them raises RuntimeError if the other part failed. like: a result of the same shapes and
+        dtypes."""
         self._next += 1
         result = self._without_values(like)
         buffers = self._message(result)
-        # Not before this part has computed its own calls: a receive may block the thread that posts their messages.
+        # Posted after this part's own calls: a receive may block the thread that posts their messages.
         posted = cache(lambda: self._lane.submit(self._pass, "receive the output", [], buffers))
         self._unposted.append(posted)
 
@@ -105,14 +107,14 @@ class GuidanceParts:
         @cache
         def wait() -> None:
             receive()
-            self._check(buffers[0], like)  # raises again where somebody asks again
+            self._check(buffers[0], like)  # raises at every read
 
         self._awaited.append(receive)
         return tree_map_only(Tensor, lambda x: Awaited.over(x, wait), result)
 
     def fail(self, sharing: Sharing, like: Any) -> None:
-        """This part could not compute a call of the current step: it sends that in place of the result. like: what the
-        model returns for such calls, None where that is not known yet."""
+        """Tell the other part that this one could not compute a call of the current step. like: what the model returns
+        for such calls, or None if that is not known yet: then nothing is sent."""
         if like is None:
             return
         if sharing is Sharing.ROWS:
@@ -123,7 +125,7 @@ class GuidanceParts:
             self._make_up(like)
 
     def drain(self) -> None:
-        """Waits for all messages under way, those that nobody asked for too."""
+        """Wait for all messages, also results that were never read."""
         for receive in self._awaited:
             receive()
         for sent in self._sent:
@@ -131,13 +133,13 @@ class GuidanceParts:
         self._awaited, self._sent = [], []
 
     def _post_receives(self) -> None:
-        """In the order in which the other part sends."""
+        """Post the receives in the order in which the other part sends."""
         for post in self._unposted:
             post()
         self._unposted = []
 
     def _make_up(self, like: Any) -> None:
-        """The messages of the step's calls that this part will not come to: the other part sends and receives them."""
+        """Send failures in place of this part's remaining results of the step, and receive those of the other part."""
         while self._next < self._calls:
             if self.keeps(self._next):
                 self.send(self._without_values(like), failed=True)
@@ -145,7 +147,7 @@ class GuidanceParts:
                 self.awaited(like)
 
     def _check(self, failed: Tensor, like: Any = None) -> None:
-        """Raises where the other part's result says that there is none. like: of the calls that are left."""
+        """Raise RuntimeError if the other part reports a failure. like: a result of the remaining calls, see `fail`."""
         if not failed.item():
             return
         if like is not None:
@@ -154,41 +156,42 @@ class GuidanceParts:
         raise self._health.blame(RuntimeError(error))
 
     def _message(self, output: Any, failed: bool = False) -> list[Tensor]:
-        """A result as it travels: whether there is none, and its tensors."""
+        """Return a result as the tensors of its message: the flag of failure, and the result's own."""
         flag = torch.full((1,), failed, dtype=torch.uint8, device=self._device)
         return [flag, *(x.contiguous() for x in tensors_in(output))]
 
     def _without_values(self, like: Any) -> Any:
+        """Return a result with uninitialised tensors of the same shapes and dtypes."""
         return tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device), like)
 
     def _exchange_halves(self, own: Sequence[Tensor]) -> tuple[list[Tensor], LaneFuture[None]]:
-        """Starts to send a result for the other part's; where that comes."""
+        """Begin to exchange results with the other part. Return the buffers that it arrives in, and the future."""
         others = [torch.empty_like(x) for x in own]
         self._begin(own)
         return others, self._lane.submit(self._pass, "exchange halves", own, others)
 
     def _pass(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """A job of the lane: one call on both sides, and both make theirs in the same order."""
-        CALL.set(AT)  # what this rank comes to meanwhile need not be what the other part does
+        """Send and receive the tensors of one message. It runs in the lane; both parts call it in the same order."""
+        CALL.set(AT)  # the main thread may be in another call than the other part's
         with self._trace.span(name, "guidance"):
             self._group.collective([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
     def _begin(self, sent: Sequence[Tensor]) -> None:
-        """This rank comes to a message between the two, and has this to send."""
+        """Report that this rank begins a message between the parts, and count the bytes that it sends."""
         self._health.arrive(AT, self._among)
         for x in sent:
             self._trace.count(self._link, x.nbytes, purpose="guidance")
 
 
 class Awaited(Tensor):
-    """A tensor whose values are on their way: the buffer that they come into. Its shape, and views of it, are there at
-    once; whatever else is asked of it waits for the values first, and is then asked of a plain tensor."""
+    """A tensor whose values are still to be received: a view of the buffer that they arrive in. Its shape and views of
+    it are available at once. Any other function waits for the values first, and then runs on ordinary tensors."""
 
-    _wait: Callable[[], object]
+    _wait: Callable[[], object]  # returns once the buffer has its values
 
     @classmethod
     def over(cls, buffer: Tensor, wait: Callable[[], object]) -> Awaited:
-        """wait: returns when the values are in the buffer; called whenever somebody asks for them."""
+        """Return a buffer as an awaited tensor. wait: called at every read, returns once the buffer has its values."""
         awaited = buffer.as_subclass(cls)
         awaited._wait = wait
         return awaited
@@ -211,7 +214,7 @@ class Awaited(Tensor):
 
 
 def functions_named(*names: str) -> set[Any]:
-    """Return the methods of tensors of these names, and the functions of torch."""
+    """Return the functions of these names, as methods of tensors and in torch."""
     return {getattr(of, name) for name in names for of in (Tensor, torch) if hasattr(of, name)}
 
 
@@ -227,6 +230,7 @@ VIEWS = functions_named(
 
 
 def _is_view(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if a call of one of VIEWS returns a view of an awaited tensor."""
     if func is not Tensor.__getitem__:
         return isinstance(args[0], Awaited)
     index = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -1,4 +1,5 @@
-"""Who computes which call of a model that guides: all ranks as one sequence, or two parts with a branch each."""
+"""The choice of the ranks that compute a call of a model with guidance: all as one sequence, or two parts, one a
+branch."""
 
 from __future__ import annotations
 
@@ -21,37 +22,42 @@ from cocodiff.engine.sequence import SequenceRanks
 if TYPE_CHECKING:
     from cocodiff.engine.guidance.parts import GuidanceParts
 
-Form = tuple[Any, ...]  # what tells calls apart whose results look different
+Form = tuple[Any, ...]  # shape, dtype and options of a call: calls of one form return results of equal shapes
 
 
 class GuidanceRule:
-    """Decides who computes which call, by what all ranks know alike. outputs: by a call's form, without values."""
+    """The rule that decides which ranks compute a call. It uses only facts that are equal on all ranks."""
 
     def __init__(self, setting: int | str, ranks: int, batched: bool, branches: int) -> None:
-        """setting: `guidance_parallel`. ranks: that share an image. batched, branches: of the model's family: whether
-        both branches are in one call, else its usual calls in a step. Raises UserError for two parts of an odd number
-        of ranks."""
+        """Raise UserError if the setting asks for two parts of an odd number of ranks.
+
+        Args:
+            setting: `guidance_parallel`
+            ranks: number of ranks that share an image
+            batched: True if the model's family has both branches in one call
+            branches: usual number of calls in a step of the family
+        """
         if setting == PARTS and ranks % PARTS:
             raise UserError(
                 f"guidance_parallel {PARTS}: {ranks} rank(s) cannot be cut into {PARTS} equal parts: start an even "
                 f"number of ranks, or choose guidance_parallel 1"
             )
-        self.pinned = setting == PARTS
+        self.pinned = setting == PARTS  # True if the settings ask for two parts
         self._fits = setting != 1 and ranks % PARTS == 0
         self._warned = False
         self.begin()
-        self.outputs: dict[Form, Any] = {}
+        self.outputs: dict[Form, Any] = {}  # results by form of the call, as meta tensors
         self._batched, self._usual = batched, branches > 1
-        self._first = 1  # calls in the first step of the last run that had a second one
-        self.expected = 1  # calls of the current step, as far as can be known
+        self._first = 1  # number of calls in the first step of the last run that had a second step
+        self.expected = 1  # expected number of calls in the current step
 
     def begin(self) -> None:
-        """The engine is entered, perhaps with another model than before."""
-        self.possible = self._fits
-        self._at, self._calls = (-1, -1), 0  # run and step of the last call, and that step's calls so far
+        """Start again, since the engine is entered, perhaps with another model than before."""
+        self.possible = self._fits  # True while calls may be divided between two parts
+        self._at, self._calls = (-1, -1), 0  # run and step of the last call, and the number of that step's calls so far
 
     def stay_together(self, reason: str) -> None:
-        """All ranks compute all calls from now on. Raises UserError where the settings ask for two parts."""
+        """Have all ranks compute all calls from now on. Raise UserError if the settings ask for two parts."""
         if self.pinned:
             raise UserError(
                 f"guidance_parallel {PARTS} and {reason} do not go together, since a part makes some of the calls: "
@@ -60,7 +66,7 @@ class GuidanceRule:
         self.possible = False
 
     def warn_together(self, step: int) -> None:
-        """All ranks compute a call together: says so once where the settings ask for two parts."""
+        """Warn, once, that all ranks compute a step together though the settings ask for two parts."""
         if self.pinned and not self._warned:
             self._warned = True
             warnings.warn(
@@ -70,59 +76,72 @@ class GuidanceRule:
             )
 
     def sharing(self, counter: StepCounter, rows: int, form: Form, guided: bool | None) -> Sharing:
-        """Of the current call. rows: of its batch. guided: whether the pipeline guides; None where it does not say."""
+        """Return the division of the current call.
+
+        Args:
+            counter: the position of this call
+            rows: rows of its batch
+            form: its form
+            guided: True if the pipeline uses guidance, None if it does not say
+        """
         if not self.possible:
             return Sharing.TOGETHER
         if self._batched:
             split = rows % PARTS == 0 and (self.pinned if guided is None else guided)
             return Sharing.ROWS if split else Sharing.TOGETHER
         self._count(counter)
-        # Nothing of an earlier image decides whether a first step is split: the bits would depend on that image.
+        # A first step is split or not regardless of earlier images: else its bits would depend on them.
         apart = self.expected > 1 if counter.step else self.pinned or self._usual or bool(guided)
         if guided is False or not apart:
             return Sharing.TOGETHER
-        # Both parts computing a call, and one of them for both, give the same bits.
+        # ALIKE and CALLS give the same bits.
         return Sharing.CALLS if self.expected > 1 and form in self.outputs else Sharing.ALIKE
 
     def _count(self, counter: StepCounter) -> None:
-        """Notes the call; at the first one of a step, how many this step will have."""
+        """Count the call. At the first call of a step, set the expected number of its calls."""
         at = counter.run, counter.step
         if at != self._at:
-            if at == (self._at[0], 1):  # a first step that failed or was interrupted tells nothing
+            if at == (self._at[0], 1):  # not after a first step that failed or was interrupted
                 self._first = self._calls
             self.expected = self._calls if counter.step else self._first
             self._at, self._calls = at, 0
         self._calls += 1
 
     def note(self, form: Form, sharing: Sharing, output: Any) -> None:
-        """Keeps what a call returned, without values. Every rank that computed any of it notes it."""
+        """Keep the shapes and dtypes of a call's result. Every rank that computed a part of it calls this."""
         if self.possible and form not in self.outputs and (sharing is Sharing.ROWS or not self._batched):
             self.outputs[form] = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), output)
 
 
 class GuidedRanks:
-    """Of the current call, sharing: who computes it; current: the ranks that share its sequence; own: whether this
-    rank's part keeps its branch and, of CALLS, computes it.
-
-    Of the two ways to share a call, the one that the settings do not ask for is set up when a call needs it."""
+    """The ranks that compute the current call. There are two sets: all ranks as one sequence, and two parts. The one
+    that the settings do not ask for is made when a call needs it."""
 
     def __init__(
         self, topology: Topology, transport: Transport, rule: GuidanceRule, trace: Trace, sequence_of: SequenceOf
     ) -> None:
         self._topology, self._transport, self._rule = topology, transport, rule
         self._trace, self._sequence_of = trace, sequence_of
-        # Where guidance is split, calls that all ranks compute together are counted apart.
+        # If guidance is split, the bytes of calls that all ranks compute together are counted separately.
         self._trace_together = CountedAs(trace, "unsplit" if rule.pinned else "attention")
         self._together = sequence_of(topology, transport, self._trace_together)
         self._parts: GuidanceParts | None = None
+        # the ranks that share the call's sequence
         self.current = self._split().sequence if rule.pinned else self._together
+        # own: True if this rank's part keeps the call's branch and, of CALLS, computes it
         self.sharing, self.own = Sharing.TOGETHER, True
         self._form: Form = ()
         _ = self.current.strategy
 
     def begin_call(self, counter: StepCounter, sample: Tensor, return_dict: Any, guided: bool | None) -> None:
-        """Decides who computes this call, alike on all ranks, and makes these the current ones. sample: what is
-        denoised; return_dict: the call's; guided: see `GuidanceRule.sharing`."""
+        """Decide which ranks compute this call, equally on all ranks, and set `current`, `sharing` and `own`.
+
+        Args:
+            counter: the position of this call
+            sample: the tensor that is denoised
+            return_dict: the call's argument of that name
+            guided: see `GuidanceRule.sharing`
+        """
         self._form = tuple(sample.shape), sample.dtype, return_dict
         self.sharing = self._rule.sharing(counter, len(sample), self._form, guided)
         together = self.sharing is Sharing.TOGETHER
@@ -137,13 +156,13 @@ class GuidedRanks:
             self.current, self.own = parts.sequence, self.sharing is Sharing.ROWS or parts.keeps(counter.branch)
 
     def own_rows(self, arguments: Mapping[str, Any], batch: int) -> dict[str, Any] | None:
-        """A call's arguments with the rows of the batch that this rank's part computes; None where that is all."""
+        """Return a call's arguments with the rows that this rank's part computes. None if it computes all rows."""
         if self.sharing is not Sharing.ROWS:
             return None
         return self._split().own_rows(arguments, batch)
 
     def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, or what stands in its place on ranks that do not compute this call."""
+        """Run the model's forward, or return what stands in for its result on ranks that do not compute this call."""
         parts = None if self.sharing is Sharing.TOGETHER else self._split()
         like = self._rule.outputs.get(self._form)
         if parts is not None and self.sharing is Sharing.CALLS and not self.own:
@@ -159,39 +178,39 @@ class GuidedRanks:
             return output
         if self.sharing is Sharing.ROWS:
             return parts.all_rows(output)
-        # Both parts go on with the same bits, also where products that are repeated have others.
+        # Both parts continue with the same bits, even if repeated products differ.
         found = parts.send(output) if self.own else parts.awaited(output)
-        if self.sharing is Sharing.ALIKE:  # all ranks compare the next call: no message may keep one of them waiting
+        if self.sharing is Sharing.ALIKE:  # all ranks compare the next call, so none may wait for a message
             parts.drain()
         return found
 
     def comparing(self, branch: int) -> Transport | None:
-        """The ranks that compare what they call with; None where this one does not. A part that does not compute a call
-        does not wait for the one that does: each compares its own."""
+        """Return the ranks that compare the inputs of this call; None if this rank does not take part. Parts that take
+        calls in turns compare separately from the second call on: one does not wait for the other's calls."""
         if self.sharing is not Sharing.CALLS or branch == 0:
             return self._transport
         return self.current.transport if self.own else None
 
     def branches_kept(self, branches: int) -> int:
-        """Of a step's branches so far, those that this rank keeps something for."""
+        """Return the number of a step's `branches` branches so far for which this rank keeps tensors."""
         each_its_own = self.sharing in (Sharing.ALIKE, Sharing.CALLS)
         return (branches + 1) // 2 if each_its_own else branches
 
     @property
     def sequences(self) -> list[SequenceRanks]:
-        """The ranks that this one has shared a sequence with."""
+        """The sequences that this rank has taken part in."""
         found = [self._together, *([] if self._parts is None else [self._parts.sequence])]
         return [ranks for ranks in found if ranks.connected]
 
     def end(self, drain: bool) -> None:
-        """Gives memory back. drain: see `Codec.end`."""
+        """Free the memory of all codecs. drain: see `Codec.end`."""
         if drain and self._parts is not None:
             self._parts.drain()
         for ranks in self.sequences:
             ranks.strategy.codec.end(drain)
 
     def _split(self) -> GuidanceParts:
-        """The two parts of the ranks; all ranks make them together."""
+        """Return the two parts of the ranks. All ranks make them together, at the first call."""
         if self._parts is None:
             from cocodiff.engine.guidance.parts import GuidanceParts
 

@@ -2,8 +2,8 @@
 
 The unit of an exchange is a *block*: the rows (tokens) of one rank for the heads of another. Forward, every rank starts
 with the blocks of its own rows and ends with those of its own heads; on the way back it is the reverse. An exchange is
-nothing but the route that blocks take: one phase for flat, two for TAPA. A plan is what one rank sends and receives,
-phase by phase; it can be printed and checked without any communication.
+only the route that blocks take: one phase for flat, two for TAPA. A plan is what one rank sends and receives, phase by
+phase; it can be printed and checked without any communication.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ class Block(NamedTuple):
     heads: int
 
 
-Messages = dict[int, tuple[Block, ...]]  # to or from every peer
+Messages = dict[int, tuple[Block, ...]]  # peer -> the blocks of the message to or from it
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The messages of one rank before the next phase: peer -> blocks of the message, in their order in it.
+    """The messages of one rank between two points at which it waits."""
 
-    lane: the link group that carries it, "sibling" or "plane" (planes and nodes).
-    hop: 0 for blocks that go straight to their owner, 1 for those that another rank will pass on, 2 when it does.
-    """
-
-    lane: str
-    sends: Messages
-    receives: Messages
+    lane: str  # the link group that carries it, "sibling" or "plane" (planes and nodes)
+    sends: Messages  # to each receiver, its blocks in the order in which the message has them
+    receives: Messages  # from each sender, likewise
+    # 0: blocks go straight to their owner; 1: to a rank that will pass them on; 2: that rank passes them on.
     hop: int = 0
 
     def reversed(self) -> Phase:
+        """Return the phase of the way back, with sends and receives swapped."""
         return Phase(self.lane, sends=self.receives, receives=self.sends, hop=(0, 2, 1)[self.hop])
 
 
-Plan = tuple[Phase, ...]
+Plan = tuple[Phase, ...]  # the phases of one rank's exchange, in the order in which their messages are posted
 
 
 def plan_of(topology: Topology, rank: int, name: str, nic_balance: bool) -> Plan:
-    """Of a rank in an exchange of the table `EXCHANGES`. nic_balance: of split, between nodes."""
+    """Return the plan of a rank for the exchange `name` of the table `EXCHANGES`.
+
+    Args:
+        nic_balance: True to spread "split"'s blocks for other nodes over the NICs.
+    """
     if name == "split" and nic_balance:
         return split_plan(topology, rank, nic_detours(topology))
     plan: Plan = load(EXCHANGES, name)(topology, rank)
@@ -57,7 +59,7 @@ def plan_of(topology: Topology, rank: int, name: str, nic_balance: bool) -> Plan
 
 
 def flat_plan(topology: Topology, rank: int) -> Plan:
-    """Ulysses: every block goes straight to the rank that owns its heads."""
+    """Return the plan of plain Ulysses: every block goes straight to the rank that owns its heads."""
     others = [other for other in range(topology.size) if other != rank]
     sends: Messages = {other: (Block(rank, other),) for other in others}
     receives: Messages = {other: (Block(other, rank),) for other in others}
@@ -65,9 +67,12 @@ def flat_plan(topology: Topology, rank: int) -> Plan:
 
 
 def tapa_plan(topology: Topology, rank: int) -> Plan:
-    """TAPA (CoCoDiff section III-B): siblings swap first, then every plane exchanges among its own tiles. Phase 1
-    leaves a rank with all tokens of its card for the heads of the planes that it serves; phase 2 takes them to the
-    plane's tiles on the other cards and nodes. So nothing crosses from one plane to another between cards."""
+    """Return the plan of TAPA (CoCoDiff section III-B): siblings swap first, then every plane exchanges among its own
+    tiles.
+
+    Phase 1 leaves a rank with all tokens of its card for the heads of the planes that it serves. Phase 2 takes them to
+    the plane's tiles on the other cards and nodes. So no block crosses from one plane to another between cards.
+    """
     place = topology.places[rank]
     swap, off_card = _swap(topology, rank, topology.places)
     other_cards = [(c, ranks) for c, ranks in topology.cards.items() if c != place.card]
@@ -83,9 +88,14 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
 
 
 def _swap(topology: Topology, rank: int, places: Sequence[Place]) -> tuple[Phase, list[int]]:
-    """What siblings swap of the heads at some places, and those of these ranks on other cards that this rank serves."""
+    """Return the phase in which siblings swap blocks, and the ranks on other cards that `rank` serves.
+
+    Args:
+        places: the ranks whose heads are considered.
+    """
 
     def served_by(server: int) -> list[int]:
+        """Return the ranks of `places` in the planes that `server` serves."""
         return [other.rank for other in places if other.plane in topology.served_planes[server]]
 
     siblings, own_card = topology.siblings(rank), topology.cards[topology.places[rank].card]
@@ -99,12 +109,16 @@ def _swap(topology: Topology, rank: int, places: Sequence[Place]) -> tuple[Phase
 
 
 def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], int] | None = None) -> Plan:
-    """Split: on a node, blocks for the planes that a rank serves go straight to their owners; each sibling gets one
-    message with all blocks for its planes and relays them. Blocks for other nodes go straight, but for `detours`:
-    (rows, heads) -> the rank that passes the block on.
+    """Return the plan of split, which puts TAPA's bytes on all links at once.
 
-    So every link carries what it carries in TAPA, but the slow ones start at once: what siblings swap travels while
-    they are busy. Phases stand in the order in which their messages are posted; only the relay needs an earlier one.
+    On a node, blocks for the planes that a rank serves go straight to their owners. Each sibling gets one message with
+    all blocks for its planes and relays them. Blocks for other nodes go straight, except for `detours`.
+
+    Every link carries the same bytes as in TAPA, but the slow ones start at once: siblings swap while these are busy.
+    Phases are listed in the order in which their messages are posted. Only the relay depends on an earlier phase.
+
+    Args:
+        detours: the rank that passes a block on, by the ranks of the block's rows and heads.
     """
     here, siblings = topology.places[rank], topology.siblings(rank)
     on_node = [place for place in topology.places if place.node == here.node]
@@ -136,9 +150,11 @@ def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], 
 
 
 def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Phase, Phase]:
-    """The messages of a rank with blocks that are passed on: the first hop and the second."""
+    """Return the two phases of a rank's part in all detours: to the rank that passes a block on, and onward from
+    there."""
 
     def by_peer(chosen: Iterable[tuple[int, Block]]) -> dict[int, tuple[Block, ...]]:
+        """Group blocks by peer."""
         found: dict[int, tuple[Block, ...]] = {}
         for peer, block in sorted(chosen):
             found[peer] = (*found.get(peer, ()), block)
@@ -161,8 +177,12 @@ def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Ph
 
 
 def reverse(plan: Plan) -> Plan:
-    """The way back, for the attention's output: the same routes, from the rank of the heads to the rank of the rows.
-    What is to be passed on is posted first, what goes straight next, what is passed on last: it has to wait."""
+    """Return the plan of the way back, for attention's output: the same routes, from the rank of the heads to the rank
+    of the rows.
+
+    Blocks that will be passed on are posted first, then those that go straight, and last those being passed on, which
+    have to wait.
+    """
     return tuple(sorted((phase.reversed() for phase in reversed(plan)), key=lambda phase: (1, 0, 2).index(phase.hop)))
 
 
@@ -171,8 +191,10 @@ Pair = tuple[int, int]  # the ranks of a block's rows and of its heads
 
 @lru_cache(maxsize=4)  # the same for all ranks, of which one process may have many
 def nic_detours(topology: Topology) -> dict[Pair, int]:
-    """(rows, heads) -> the rank that passes the block on, for those blocks between nodes that do not go straight. All
-    blocks count alike: exact where tokens and heads divide evenly, near enough where not."""
+    """Return the rank that passes a block on, by (rows, heads), for the blocks between nodes that do not go straight.
+
+    All blocks are counted as equal in size. That is exact where tokens and heads divide evenly, and close otherwise.
+    """
     detours: dict[Pair, int] = {}
     for leaving in (True, False):
         for node in range(topology.nodes):
@@ -181,14 +203,15 @@ def nic_detours(topology: Topology) -> dict[Pair, int]:
 
 
 def _balance(topology: Topology, node: int, leaving: bool, detours: dict[Pair, int]) -> None:
-    """Moves blocks that leave (or reach) a node from its fullest NIC to its emptiest, until they differ by one."""
+    """Add to `detours` blocks that leave (or enter) a node, from its fullest NIC to its emptiest, until they differ by
+    one."""
     here = topology.on_node[node]
     away = [place.rank for place in topology.places if place.node != node]
     load = {nic: tiles * len(away) for nic, tiles in Counter(topology.nics[rank] for rank in here).items()}
     tiles_of = Counter((topology.places[rank].node, topology.nics[rank]) for rank in range(topology.size))
-    moved: Counter[int] = Counter()  # blocks that a rank gave away
+    moved: Counter[int] = Counter()  # blocks of each rank that take a detour
     helped: Counter[Pair] = Counter()  # blocks between a rank and its helper
-    met: Counter[int] = Counter()  # blocks of a rank at the other end that take a detour
+    met: Counter[int] = Counter()  # blocks of each rank on other nodes that take a detour
     while True:
         most, least = max(load.values()), min(load.values())
         if most - least < 2:
@@ -200,7 +223,7 @@ def _balance(topology: Topology, node: int, leaving: bool, detours: dict[Pair, i
         free = [other for other in away if ((rank, other) if leaving else (other, rank)) not in detours]
         if not free:
             return
-        # Blocks whose other end has a NIC for itself first: those with a shared one may need a detour at that end.
+        # First blocks whose other end has a NIC of its own: the others may need a detour at that end.
         shared = {r: tiles_of[topology.places[r].node, topology.nics[r]] for r in free}
         _, _, _, other = min((shared[r], met[r], (r - rank) % len(here), r) for r in free)
         detours[(rank, other) if leaving else (other, rank)] = helper

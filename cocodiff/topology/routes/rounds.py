@@ -1,10 +1,10 @@
-"""How the blocks of a ring go round: from tile to tile of a card, then on to the next card, then on to the next node.
+"""The order in which the blocks of a ring are passed on: round the tiles of a card, then to the next card, then to the
+next node. Pure data.
 
 One ring through all ranks would send every block over the one link that leaves a card or a node, and nothing over the
-links of its neighbours. Here all ranks pass on what they have at hand, all by a tile, or by a card, or by a node: every
-rank sends over a link of its own, and a node hears a block once from each other node, not from every rank but the last.
-A rank never needs a block again that it passed on: the one at hand and the one that comes are all that it holds. Pure
-data.
+links beside it. Here all ranks pass on the block that they hold at the same time, all by a tile, by a card or by a
+node. So every rank sends over a link of its own, and a node receives each block once from each other node. A rank never
+needs a block again that it has passed on. It holds two at a time: the one it computes with and the one it receives.
 """
 
 from __future__ import annotations
@@ -22,39 +22,42 @@ from cocodiff.config.machine import Place
 from cocodiff.topology.axes import Mesh
 
 Integers = NDArray[np.int64]
-LEVELS = NODE, CARD, TILE = (0, 1, 2)
+LEVELS = NODE, CARD, TILE = (0, 1, 2)  # indices into `Grid.shape`
 
 
 class Move(NamedTuple):
-    """The block at hand goes to one member while the next one comes from another. brings: whose block that is."""
+    """A step in which a member passes on the block that it holds and receives the next one."""
 
-    to: int
-    before: int
-    brings: int
+    to: int  # member that gets the block
+    before: int  # member that the next block comes from
+    brings: int  # member whose own block the next one is
 
 
 class Visit(NamedTuple):
-    """A block at hand: whose it is, where it goes on to, and who has the member's own block at hand meanwhile."""
+    """A block while one member holds it."""
 
-    member: int
-    onward: Move | None
-    holder: int
+    member: int  # member whose own block it is
+    onward: Move | None  # the move after it; None for the last visit
+    holder: int  # member that holds this member's own block meanwhile
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A ring's members, numbers from 0, by node, card and tile. shape: of these levels; their product is all. along:
-    the levels along which blocks go round; without the node's they stay on it."""
+    """The members of a ring (indices from 0), arranged by node, card and tile."""
 
+    # number of nodes, cards of a node, tiles of a card; their product is the number of members
     shape: tuple[int, int, int]
-    members: tuple[int, ...]
-    along: tuple[int, ...] = LEVELS
+    members: tuple[int, ...]  # the members in the order of the grid, tiles fastest
+    along: tuple[int, ...] = LEVELS  # levels along which blocks are passed; without `NODE` they stay on their node
 
     @classmethod
     def of(cls, places: Sequence[Place]) -> Grid:
-        """places: of the members. Where cards have unequal parts in the ring it goes from tile to tile through a node,
-        to and fro on each card so that a message stays on a card or in a plane wherever it can; where nodes have, it
-        does through all of them."""
+        """Arrange members by their `places`.
+
+        If cards have unequal numbers of members, blocks go from tile to tile through the whole node. They go to and fro
+        over the cards, so that messages stay on a card or in a plane wherever possible. If nodes have unequal numbers,
+        blocks go in this way through all nodes.
+        """
         nodes = list(Counter(place.node for place in places).values())
         cards = list(Counter((place.node, place.card) for place in places).values())
         of_node = len(places) // len(nodes) if len(set(nodes)) == 1 else 0
@@ -66,38 +69,41 @@ class Grid:
 
     @property
     def rounds(self) -> int:
-        """How often blocks go round: on their node once for the keys of every node."""
+        """The number of times that blocks go round: once, or once for each node's keys if blocks stay on their node."""
         return 1 if NODE in self.along else self.shape[NODE]
 
     @cached_property
     def levels_M(self) -> Integers:
-        """Along which level all blocks go on, move by move: round the card, and after each round a card on; after all
-        cards a node on. Where a round ends the next one begins: it is a full one from there as well."""
+        """The level along which all blocks go at each move: round the card, then one card on, and after all cards one
+        node on.
+
+        The next round of a card begins where the last one ended, and is complete from there.
+        """
         nodes, cards, tiles = (size if level in self.along else 1 for level, size in enumerate(self.shape))
         number_M = np.arange(1, nodes * cards * tiles)
         return np.where(number_M % tiles != 0, 2, np.where(number_M // tiles % cards != 0, 1, 0))
 
     def blocks_at_hand(self, members: Sequence[int]) -> Integers:
-        """Whose block some members have at hand (visits x members): after each move the one of their neighbour."""
+        """Return the member whose block each of `members` holds, visit by visit (visits x members)."""
         return self._from(members, -self._steps_ML)
 
     def holders(self, members: Sequence[int]) -> Integers:
-        """Who has each of some members' blocks at hand, visit by visit (visits x members)."""
+        """Return the member that holds the block of each of `members`, visit by visit (visits x members)."""
         return self._from(members, self._steps_ML)
 
     @cached_property
     def _steps_ML(self) -> Integers:
-        """How far along every level a block has come, visit by visit."""
+        """The number of steps that a block has taken along every level, visit by visit (visits x levels)."""
         steps_ML = np.zeros((len(self.levels_M) + 1, len(LEVELS)), dtype=np.int64)
         steps_ML[1:] = np.cumsum(np.eye(len(LEVELS), dtype=np.int64)[self.levels_M], 0)
         return steps_ML
 
     def neighbours(self, members: Sequence[int], level: int, step: int) -> Integers:
-        """The members that are so many steps on from these along a level."""
+        """Return the members that are `step` steps on from each of `members` along a level."""
         return self._from(members, step * np.eye(len(LEVELS), dtype=np.int64)[level : level + 1])[0]
 
     def visits(self, member: int) -> tuple[Visit, ...]:
-        """All of a member's, its own block first."""
+        """Return all visits of blocks at a member, its own block first."""
         to, before = ([int(self.neighbours([member], level, step)[0]) for level in LEVELS] for step in (1, -1))
         at_hand_M, holders_M = (of([member])[:, 0].tolist() for of in (self.blocks_at_hand, self.holders))
         steps = zip(self.levels_M, at_hand_M[1:], strict=True)
@@ -105,7 +111,7 @@ class Grid:
         return tuple(map(Visit, at_hand_M, [*moves, None], holders_M))
 
     def _from(self, members: Sequence[int], steps_ML: Integers) -> Integers:
-        """Who is so many steps along every level from each of some members."""
+        """Return the member at each row of steps, one per level, from each of `members` (rows x members)."""
         members_G = np.array(self.members)
         places_NL = np.stack(np.unravel_index(np.argsort(members_G)[list(members)], self.shape), 1)
         there_MNL = (places_NL + steps_ML[:, None]) % np.array(self.shape)
@@ -113,6 +119,7 @@ class Grid:
 
 
 def _to_and_fro(places: Sequence[Place]) -> tuple[int, ...]:
+    """Order members by node and card, with the planes ascending on one card and descending on the next."""
     cards = sorted({(place.node, place.card) for place in places})
     turn = {card: (-1) ** number for number, card in enumerate(cards)}
 
@@ -124,12 +131,13 @@ def _to_and_fro(places: Sequence[Place]) -> tuple[int, ...]:
 
 
 def rounds_of(mesh: Mesh, along: tuple[int, ...] = LEVELS) -> tuple[Grid, ...]:
-    """For every slot how blocks go round along these levels; members are groups."""
+    """Return the grid of every slot's ring, whose members are Ulysses groups, with blocks passed along these levels."""
     places, rings = mesh.topology.places, zip(*mesh.groups, strict=True)
     return tuple(replace(Grid.of([places[rank] for rank in ring]), along=along) for ring in rings)
 
 
 def visits_of(mesh: Mesh, rank: int, along: tuple[int, ...] = LEVELS) -> tuple[Visit, ...]:
-    """The blocks that a rank attends to, group by group, and where each goes on to along these levels."""
+    """Return the blocks that a rank attends to, in order of its visits, and where it passes each on along these
+    levels."""
     group, slot = mesh.group_and_slot(rank)
     return rounds_of(mesh, along)[slot].visits(group)

@@ -15,7 +15,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
 from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, check_strength, parse, with_settings
 from cocodiff.jobs.partition import own_pixels
-from cocodiff.jobs.pipelines import EMBEDDED, Request
+from cocodiff.jobs.pipelines import EMBEDDED, Request, usual_steps
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
@@ -25,9 +25,14 @@ from cocodiff_eval.harness.session import DTYPES, Prepared, start_job
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
-    "data": "input mask slices roi range truth",
+    "data": "input mask grow invert slices roi range truth",
     "restoring": "model prompt guidance steps strength seed samples axes hidden_test",
 }
+STEPS = "a number of steps, or auto"
+MASK_OPTIONS = (
+    Option("grow", "voxels by which a mask file is made larger on each side, along z too if it is 3-D", 0, type=int),
+    Option("invert", "restore what a mask file does not mark (default: asks where it marks nearly all)", type=bool),
+)
 OPTIONS = (
     Option(
         "input",
@@ -43,17 +48,16 @@ OPTIONS = (
         ["block"],
         many=True,
     ),
+    *MASK_OPTIONS,
     Option("slices", "restore these slices only, as 100:200; results hold them alone, and say which they are"),
     Option("roi", "restore these rows and columns only, as y0:y1,x0:x1; results hold them alone"),
-    Option(
-        "range", "intensities low,high seen as black and white; by default those outside the mask, without outliers"
-    ),
+    Option("range", "intensities low,high seen as black and white; by default those of known voxels, without outliers"),
     Option("format", f"of the results; {SAME} is the input's own, TIFF for PNG", SAME, choices=(SAME, *WRITTEN)),
     PRESET_OPTION,
-    Option("steps", "denoising steps that run", 50, type=int),
+    Option("steps", "steps that run; auto: the model's own", "auto", type=int | str, choices=("auto",), wanted=STEPS),
     Option("strength", "how far the fill under the mask is noised; 1: entirely", 1.0, type=float),
     Option("seed", "seed of block masks and of the noise", 0, type=int),
-    Option("samples", "restorations of each slice; of several, mean and standard deviation are written", 1, type=int),
+    Option("samples", "restorations of each slice; of several, mean, spread and intervals are written", 1, type=int),
     Option(
         "axes",
         "slices are restored along these of z, y and x; samples are spread over them, and fused; auto chooses by a "
@@ -130,10 +134,12 @@ def check_truth(quality: Quality | None, task: Any) -> None:
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     """Checks the request against machine, model and output. Raises UserError; writes nothing."""
-    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples", "tile", "frames")
-    check_strength(values["strength"], [values["steps"]])
     fresh = values["fresh_noise"]
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"], keeps=fresh is not None)
+    if values["steps"] == "auto":
+        values["steps"] = usual_steps(request)
+    check_counts(values, "steps", "batch", "ranks", "exact_slices", "samples", "tile", "frames")
+    check_strength(values["strength"], [values["steps"]])
     if fresh is not None and not 0 <= fresh <= 1:
         raise UserError(f"--fresh_noise {fresh:g}: give a share from 0 to 1")
     if fresh is not None and not request.keeps_known:
@@ -171,7 +177,7 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
 def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
     """Return a `tasks.Task` for each input and mask, and tell what the user has to know of these.
 
-    unmasked: a mask that hides nothing. Raises UserError; writes nothing.
+    unmasked: where nothing is restored, the name of a mask that hides nothing. Raises UserError; writes nothing.
     """
     from cocodiff_eval.data.formats import result_format
     from cocodiff_eval.data.intensity import compare_truth, intensity_range, parse_range
@@ -197,7 +203,9 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
             if word == unmasked:
                 mask = nothing_masked(stack)
             else:
-                mask = make_mask(word, stack, values["seed"], links, progress, axes_of(values, stack)[0] == ("z",))
+                along_z = unmasked is None and axes_of(values, stack)[0] == ("z",)
+                changed = values["grow"], values["invert"]
+                mask = make_mask(word, stack, values["seed"], links, progress, along_z, *changed)
             if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
             scale = intensity_range(stack, mask, progress, given)

@@ -16,17 +16,18 @@ from cocodiff.jobs.options import RESUME, RUN_OPTIONS, Option, check_counts, eng
 from cocodiff.jobs.pipelines import EMBEDDED, own_weights
 from cocodiff.jobs.ranks import run_holding, settle
 from cocodiff.jobs.terminal import note, say
-from cocodiff_eval.cli.inpaint import SLICE_BY_SLICE, find_tasks
+from cocodiff_eval.cli.inpaint import MASK_OPTIONS, SLICE_BY_SLICE, find_tasks
 
 ABOUT = (
     "Train the embedded model on patches of known voxels of your own volumes. An eighth of each volume is held out and "
     "tells whether it helps; `cocodiff inpaint --model FOLDER` takes the result."
 )
 NOTHING = "none"
-SHOWN = {"data": "input mask slices roi range", "training": "model anew iterations batch patches rate seed"}
+SHOWN = {"data": "input mask grow invert slices roi range", "training": "model anew iterations batch patches rate seed"}
 OPTIONS = (
     Option("input", "volumes or slices, in every format that inpaint reads", many=True, required=True),
     Option("mask", f"mask file of what is missing in the inputs, or {NOTHING}", NOTHING),
+    *MASK_OPTIONS,
     Option("slices", "of these slices only, as 100:200"),
     Option("roi", "of these rows and columns only, as y0:y1,x0:x1"),
     Option("range", "intensities low,high that it sees as black, white; as in inpaint"),

@@ -4,6 +4,7 @@ of an input is told from that of another one: its known voxels are the input's."
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -83,15 +84,17 @@ TAIL_VOXELS, LARGEST_TAIL = 16, 0.01
 # How far beyond a percentile an outlier lies, in distances between both. Of 10^8 voxels of normally distributed noise
 # the largest lies .41 beyond.
 FENCE = 0.5
+LEAST_WITHIN = 0.01  # of the known voxels: a given range that fewer are in is a mistake
 SAMPLED = 1 << 20  # voxels that percentiles are taken of
+UNBOUNDED = 0.99  # of a type's numbers: an interval of so many says nothing
 
 
 @dataclass(frozen=True)
 class IntensityRange:
     """The intensities that are 0 and 1 for models, metrics and pictures, in the input's units: of a whole stack the
-    smallest and the largest outside the mask that is no outlier.
+    smallest and the largest known one that is no outlier.
 
-    extremes  the smallest and the largest of all voxels outside the mask, where `beyond` of them are outliers; None
+    extremes  the smallest and the largest of all known voxels, where `beyond` of them are outliers; None
               where none is
     declared  what the file's attributes say of its values
     """
@@ -142,26 +145,26 @@ def parse_range(text: str) -> tuple[float, float]:
 def intensity_range(
     stack: Stack, mask: Mask, progress: Progress = unwatched, given: tuple[float, float] | None = None
 ) -> IntensityRange:
-    """The range outside the mask over the whole stack, without outliers (`fences`), or the one that is given.
+    """Return the range of the known voxels of a stack, without outliers (`fences`), or the one that is given.
 
-    Reads one slice at a time, each once; where voxels lie beyond the range, a second time. Slices that are masked
-    wholly are not looked at.
+    Known are the voxels outside a mask from a file, and the whole stack under one that is made. Reads one slice at a
+    time, each once; where voxels lie beyond the range, a second time. Slices that are masked wholly are not looked at.
     progress: shows how far it is. Raises UserError if voxels outside the mask are NaN, Inf or declared missing by their
     file, with their count and the first position (inside they are fine), for a range that float64 cannot hold, and for
-    a given one that no voxel is in.
+    a given one that fewer than LEAST_WITHIN of the known voxels are in.
     """
-    low, high, within = _extremes_and_fences(stack, mask, progress)
-    if given is not None:
-        if high < given[0] or low > given[1]:
-            raise UserError(
-                f"--range {given[0]:g},{given[1]:g}: no voxel of {stack.path} outside the mask lies in it; they have "
-                f"values from {low:g} to {high:g}"
-            )
-        within = given
+    low, high, within, count = _extremes_and_fences(stack, mask, progress)
+    own, within = within, given or within
     ends, extremes, beyond = (low, high), None, 0
     if low < within[0] or high > within[1]:
         extremes = ends
         ends, beyond = _within(stack, mask, progress, within)
+    if given is not None and count - beyond < LEAST_WITHIN * count:
+        low, high = _within(stack, mask, progress, own)[0]
+        raise UserError(
+            f"--range {given[0]:g},{given[1]:g}: of {count:,} known voxels of {stack.path} {count - beyond:,} lie in "
+            f"it; their own range is --range {low:.9g},{high:.9g}"
+        )
     if stack.dtype.kind in "ui" and max(-low, high) >= 2**53:
         told = f"{stack.path}: integers from {low:.0f} to {high:.0f}, of which float64 holds each only up to 2^53"
         raise UserError(f"{told}; subtract their least from all of them, or save them as float64")
@@ -171,8 +174,8 @@ def intensity_range(
     return IntensityRange(low, high, extremes, beyond, stack.metadata.declared)
 
 
-def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[float, float, tuple[float, float]]:
-    """The smallest and the largest voxel outside the mask, and the `fences` of all of them."""
+def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[float, float, tuple[float, float], int]:
+    """Return the smallest and the largest known voxel, the `fences` of all of them, and their number."""
     low, high = np.inf, -np.inf
     count, bad, first = 0, 0, ""
     sample: list[np.ndarray] = []
@@ -181,18 +184,17 @@ def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[
     for index in progress(range(len(stack)), f"reading {stack.name}"):
         if index in mask.full:
             continue
-        image_YX, known_YX = stack.read(index), ~mask.read(index)
-        bad_YX = (find_missing(stack.metadata.declared, image_YX) | ~np.isfinite(image_YX)) & known_YX
+        image_YX, known_YX, bad_YX = _read_known(stack, mask, index)
         found = int(np.count_nonzero(bad_YX))
         if found and not first:
             row, column = np.argwhere(bad_YX)[0].tolist()
             first = stack.place(index, row, column)
         bad += found
-        outside = image_YX[known_YX]
-        if outside.size and not bad:
-            low, high = min(low, float(outside.min())), max(high, float(outside.max()))
-            count += outside.size
-            sample.append(outside[::every].astype(np.float64))
+        known = image_YX[known_YX]
+        if known.size and not bad:
+            low, high = min(low, float(known.min())), max(high, float(known.max()))
+            count += known.size
+            sample.append(known[::every].astype(np.float64))
     if bad:
         declared = ", ".join(describe(stack.metadata.declared))
         kinds = ["NaN or Inf"] * (stack.dtype.kind == "f") + [f"missing ({declared})"] * bool(declared)
@@ -200,18 +202,26 @@ def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[
             f"{stack.path}: {bad} {' or '.join(kinds)} voxels outside the mask {mask.name!r}, the first at {first}; "
             f"mask them or replace them{', or delete the attribute if it is wrong' * bool(declared)}"
         )
-    return low, high, fences(np.concatenate(sample), count)
+    return low, high, fences(np.concatenate(sample), count), count
+
+
+def _read_known(stack: Stack, mask: Mask, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a slice, where it is known, and where voxels outside the mask are missing."""
+    image_YX, outside_YX = stack.read(index), ~mask.read(index)
+    missing_YX = find_missing(stack.metadata.declared, image_YX) | ~np.isfinite(image_YX)
+    return image_YX, outside_YX if mask.from_file else ~missing_YX, missing_YX & outside_YX
 
 
 def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, float]) -> tuple[tuple[float, float], int]:
-    """The smallest and the largest voxel outside the mask within two intensities, and how many lie beyond."""
+    """Return the smallest and the largest known voxel within two intensities, and how many lie beyond."""
     low, high, beyond = np.inf, -np.inf, 0
     for index in progress(range(len(stack)), f"reading {stack.name} again"):
         if index in mask.full:
             continue
-        outside = stack.read(index)[~mask.read(index)].astype(np.float64)
-        inside = outside[(outside >= ends[0]) & (outside <= ends[1])]
-        beyond += outside.size - inside.size
+        image_YX, known_YX, _ = _read_known(stack, mask, index)
+        known = image_YX[known_YX].astype(np.float64)
+        inside = known[(known >= ends[0]) & (known <= ends[1])]
+        beyond += known.size - inside.size
         if inside.size:
             low, high = min(low, float(inside.min())), max(high, float(inside.max()))
     return (low, high), beyond
@@ -260,6 +270,18 @@ def compose_native(
     result_YX = original_YX.copy()
     result_YX[mask_YX] = native_P
     return result_YX
+
+
+def half_width(ends: Sequence[np.ndarray], mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
+    """Return half the width of a slice's intervals in the input's units, as floats, from their two ends in files.
+
+    It is infinite where nothing is known of the slice's errors: all ends under the mask are those of the type then.
+    """
+    low, high = ends
+    least, most = find_limits(scale.declared, low.dtype)
+    width_YX = high * 0.5 - low * 0.5
+    known = (width_YX[mask_YX] < UNBOUNDED * (most * 0.5 - least * 0.5)).any()
+    return width_YX if known else np.full_like(width_YX, np.inf)
 
 
 SAME = 1e-3  # of the range of intensities: a voxel that differs by less is the same, as after rounding

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -30,6 +31,10 @@ GRID = 6
 NAN = float("nan")  # one object, as no two are equal
 HIDDEN_CELLS = 9  # of 36: a quarter of the slice
 FAR = 32  # slices that are looked at before and behind one
+MOST_MASKED = 0.95  # of the voxels: a file that marks more has its values the other way round, it seems
+# The rim of a mask: known voxels so near to it, of so many slices. Where more than this share of them look like what
+# the mask covers, it is too small. What it covers has to be so far, in ranges of other voxels, from these.
+RIM, RIM_SLICES, RIM_SHARE, RIM_APART = 8, 8, 0.1, 0.2
 
 
 @dataclass(frozen=True)
@@ -106,17 +111,25 @@ def make_mask(
     follow_links: bool = False,
     progress: Progress = unwatched,
     along_z: bool = True,
+    grow: int = 0,
+    invert: bool | None = None,
 ) -> Mask:
     """The mask for one input: `block` (seeded), `center`, or a path of a mask in any format that is read, or
     `labels/NAME` of a Zarr input's own store.
 
     follow_links: read other files that an HDF5 file names; progress: shows how far the reading of a file is. along_z:
-    whether slices along z alone are restored, so that one at least must not be masked wholly.
+    whether slices along z alone are restored, so that one at least must not be masked wholly. grow: voxels by which
+    what a file marks is made larger on each side, along z too where the file has slices. invert: restore what a file
+    does not mark; None refuses a file that marks more than MOST_MASKED.
     A 2-D mask file holds for every slice; a 3-D one must have the stack's shape, or that of the volume which it is a
     part of. In a file, non-zero is "restore".
     Raises UserError for another shape, a mask that is empty or wherever it is not empty full, and more than two values.
     """
+    if grow < 0:
+        raise UserError(f"--grow {grow}: give a number of voxels, 0 or more")
     if kind in GENERATED:
+        if grow or invert is not None:
+            raise UserError(f"--mask {kind}: --grow and --invert are for masks from files: leave them away")
         shape = stack.shape[1:]
         mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
         return Mask(kind, False, stack.shape, lambda index: mask_YX, (True,) * len(stack))
@@ -129,25 +142,44 @@ def make_mask(
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
-    return replace(_mask_from_file(volume, stack, progress, along_z), remarks=compare_voxel_sizes(volume, stack))
+    mask = _mask_from_file(volume, stack, progress, along_z, grow, invert)
+    return replace(mask, remarks=[*compare_voxel_sizes(volume, stack), *check_rim(stack, mask)])
 
 
-def _mask_from_file(volume: Stack, stack: Stack, progress: Progress, along_z: bool) -> Mask:
+def _mask_from_file(
+    volume: Stack, stack: Stack, progress: Progress, along_z: bool, grow: int, invert: bool | None
+) -> Mask:
     if volume.shape[1:] != stack.shape[1:] or (volume.ndim == 3 and volume.shape != stack.shape):
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
             f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
         )
-    masked, full = _check_values(volume, progress, along_z)
+    stored = lru_cache(2 * grow + 1)(volume.reader)
+
+    def read(index: int) -> np.ndarray:
+        near = range(max(0, index - grow), min(volume.shape[0], index + grow + 1))
+        marked_YX = np.logical_or.reduce([(np.asarray(stored(one)) != 0) != bool(invert) for one in near])
+        if not grow:
+            return marked_YX
+        from scipy.ndimage import maximum_filter
+
+        return np.asarray(maximum_filter(marked_YX, 2 * grow + 1))
+
+    masked, full = _check_values(replace(volume, reader=stored), read, progress, along_z, invert)
     name = safe_stem(volume.name)
     if volume.ndim == 2:
-        mask_YX = np.asarray(volume.reader(0)) != 0
+        mask_YX = read(0)
         return Mask(name, True, stack.shape, lambda index: mask_YX, (True,) * len(stack))
-    return Mask(name, True, stack.shape, lambda index: np.asarray(volume.reader(index)) != 0, masked, full)
+    return Mask(name, True, stack.shape, read, masked, full)
 
 
-def _check_values(volume: Stack, progress: Progress, along_z: bool) -> tuple[tuple[bool, ...], frozenset[int]]:
-    """Which slices have something to restore and something outside it, and those that are masked wholly."""
+def _check_values(
+    volume: Stack, read: Reader, progress: Progress, along_z: bool, invert: bool | None
+) -> tuple[tuple[bool, ...], frozenset[int]]:
+    """Return which slices have something to restore and something outside it, and those that are masked wholly.
+
+    read: what is restored of a slice; the volume's own reader gives the values in the file.
+    """
     values, counts = set[float](), list[int]()
     for index in progress(range(volume.shape[0]), f"reading {volume.name}"):
         slice_YX = np.asarray(volume.reader(index))
@@ -160,7 +192,7 @@ def _check_values(volume: Stack, progress: Progress, along_z: bool) -> tuple[tup
                 f"{volume.path}: a mask has two values (0 keeps, the other restores), this one has at least "
                 f"{len(values)} ({shown}, ...): threshold it"
             )
-        counts.append(int(np.count_nonzero(slice_YX)))
+        counts.append(int(np.count_nonzero(read(index))))
     whole = math.prod(volume.shape[1:])
     masked, full = tuple(0 < count < whole for count in counts), [n for n, count in enumerate(counts) if count == whole]
     if full and not any(masked) and (along_z or len(full) == volume.shape[0]):
@@ -170,4 +202,41 @@ def _check_values(volume: Stack, progress: Progress, along_z: bool) -> tuple[tup
         )
     if not any(masked) and not full:
         raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")
+    share = sum(counts) / (whole * len(counts))
+    if share > MOST_MASKED and invert is None:
+        raise UserError(
+            f"{volume.path}: {share:.1%} of the voxels are masked: is it inverted? --invert=true restores the others, "
+            f"--invert=false these"
+        )
     return masked, frozenset(full)
+
+
+def check_rim(stack: Stack, mask: Mask) -> list[str]:
+    """Return a remark if known voxels beside a mask look like what it covers, so that it is too small.
+
+    Looks at the voxels as they are stored under the mask and around it in a few slices. They look like what is covered
+    where they are nearer to its median than to any but the last hundredth of the voxels farther away than RIM.
+    """
+    from scipy.ndimage import distance_transform_cdt
+
+    numbers = [index for index, masked in enumerate(mask.masked) if masked]
+    parts: dict[int, list[np.ndarray]] = {away: [np.zeros(0)] for away in range(RIM + 2)}
+    for index in numbers[:: max(1, len(numbers) // RIM_SLICES)][:RIM_SLICES]:
+        image_YX, mask_YX = stack.read(index).astype(np.float64), mask.read(index)
+        away_YX = np.minimum(distance_transform_cdt(~mask_YX, "chessboard"), RIM + 1)
+        away_YX[~np.isfinite(image_YX)] = -1
+        for away in range(RIM + 2):
+            parts[away].append(image_YX[away_YX == away])
+    covered, *rims, others = map(np.concatenate, parts.values())
+    if not covered.size or not others.size:
+        return []
+    inner, (low, high) = float(np.median(covered)), np.quantile(others, (0.01, 0.99))
+    end, sign = (high, 1) if inner > high else (low, -1)
+    if sign * (inner - end) <= RIM_APART * (high - low):
+        return []
+    alike = [float(np.mean(sign * (rim - (end + inner) / 2) > 0)) if rim.size else 0.0 for rim in rims]
+    small = next((away for away, share in enumerate(alike) if share <= RIM_SHARE), 0)
+    if not small:  # in the last case all of the rim is alike: a part of something larger is covered
+        return []
+    told = f"{alike[0]:.0%} of the known voxels beside the mask look like what it covers"
+    return [f"{stack.name}, mask {mask.name}: {told}: if it is too small, --grow {small} makes it larger"]

@@ -7,14 +7,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cocodiff.config.grouping import by_key
-from cocodiff_eval.data.intensity import compose_native, prepare_slice
+from cocodiff_eval.data.intensity import compose_native, half_width, prepare_slice
 from cocodiff_eval.data.masks import depth_in
 from cocodiff_eval.data.slices import save_preview_png
 from cocodiff_eval.data.volume import Progress
@@ -63,8 +63,12 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, ResultF
     grey = {preset: files[preset].read for preset in presets}
     ends = [(preset, *end) for preset in presets for end in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True)]
     grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
-    spread = {f"{one}: uncertainty": files[spread_of(one)].read for one in presets if spread_of(one) in files}
-    return ShownVolume(task.stack, task.mask, task.scale, task.truth, grey, spread)
+
+    def width(preset: str, index: int) -> np.ndarray:
+        return half_width([files[preset + end].read(index) for end in BOUNDS], task.mask.read(index), task.scale)
+
+    uncertainty = {f"{one}: uncertainty": partial(width, one) for one in presets if one + BOUNDS[0] in files}
+    return ShownVolume(task.stack, task.mask, task.scale, task.truth, grey, uncertainty)
 
 
 def jumps(
@@ -156,11 +160,12 @@ class SliceReview:
         return self.task.scale.denormalise(biharmonic(*self.given(False)))
 
     def picture(self, presets: Sequence[str], native: Mapping[str, np.ndarray]) -> Picture:
-        """native: what the result files hold, by preset, and as `spread_of(preset)` the deviation of its samples."""
+        """native: what the result files hold, by preset, and the ends of intervals with BOUNDS added."""
         task, masked = self.task, bool(self.mask_YX.any())
         shown = presets if masked else ()
         restored = {preset: native[preset] for preset in shown}
-        spread = {preset: native[spread_of(preset)] for preset in shown if spread_of(preset) in native}
+        ends = {preset: [native[preset + end] for end in BOUNDS] for preset in shown if preset + BOUNDS[0] in native}
+        widths = {preset: half_width(of_preset, self.mask_YX, task.scale) for preset, of_preset in ends.items()}
         if self.smooth_YX is not None:
             restored["biharmonic"] = self.smooth_YX
         return Picture(
@@ -172,7 +177,7 @@ class SliceReview:
             task.scale,
             restored,
             self.truth_YX if masked else None,
-            spread,
+            {preset: width_YX for preset, width_YX in widths.items() if np.isfinite(width_YX[self.mask_YX]).any()},
         )
 
 
@@ -219,6 +224,8 @@ def judge_slice(
             more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
             more |= coverage(one.moments, truth_YX, mask_YX, scale, of_preset)
             more["intervals"] = of_preset.record() if of_preset is not None else None
+            if of_preset is not None and more["intervals"] is not None:
+                more["uncertainty"] = float(of_preset.radius(one.moments.deviation_YX, 0.9)[mask_YX].mean())
         result = Result(
             slice_name(task.stack, seen.index),
             task.mask.name,

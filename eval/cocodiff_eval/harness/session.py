@@ -26,7 +26,7 @@ from cocodiff.jobs.ranks import run_holding
 from cocodiff.jobs.record import FOUND, REMEMBERED, first_difference, lasting, write_settings
 from cocodiff.jobs.replicas import Replica, topology_of, topology_of_replica
 from cocodiff.jobs.terminal import note, say, threads
-from cocodiff.planner.partitions import Partition
+from cocodiff.topology.axes import Partition
 from cocodiff_eval.harness.quality import Quality
 
 if TYPE_CHECKING:

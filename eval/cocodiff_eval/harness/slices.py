@@ -240,7 +240,7 @@ class SliceJob(Job):
             if index in self.plan.shown[number] and self.tasks[number].mask.masked[index]:
                 yield done.read(number, index, PICTURE).tobytes().decode()
                 continue
-            task, names = self.tasks[number], [*self.presets, *map(spread_of, self.presets)]
+            task, names = self.tasks[number], [preset + end for preset in self.presets for end in ("", *BOUNDS)]
             native = {name: files_of[number][name].read(index) for name in names if name in files_of[number]}
             seen = SliceReview(task, index, task.stack.read(index), task.mask.read(index))
             yield encode_picture(seen.picture(self.presets, native), self.plan)

@@ -42,7 +42,7 @@ class FileNames:
 
 @dataclass(frozen=True)
 class Task:
-    """One stack under one mask. scale: intensities outside the mask; truth: None where it is unknown; format: of the
+    """One stack under one mask. scale: known intensities; truth: None where it is unknown; format: of the
     results, a word of `cocodiff_eval.data.formats.FORMATS`; volume: how it is restored, unless it is slice by slice
     along z alone; steps: of denoising."""
 
@@ -62,7 +62,7 @@ class Task:
 
     def record(self) -> dict[str, Any]:
         """For metrics.json and the report. slices: the first and the one after the last; beyond: voxels outside the
-        range."""
+        range; remarks: on the mask."""
         numbers, scale = self.stack.numbers, self.scale
         return {
             "name": self.stack.name,
@@ -72,6 +72,7 @@ class Task:
             "extremes": [*(scale.extremes or (scale.low, scale.high))],
             "beyond": scale.beyond,
             "wholly_masked": self.left,
+            "remarks": [*self.mask.remarks],
         }
 
     def remarks(self) -> list[str]:
@@ -92,11 +93,11 @@ class Task:
             how = "slices along each axis are restored as they are stored, with unequal sides of voxels"
             found.append(f"voxels of {sides} {kept.unit}: {how}")
         if scale.low == scale.high:
-            found.append(f"all voxels outside the mask are {scale.low:.9g}: so is the result, without a PSNR")
+            found.append(f"all known voxels are {scale.low:.9g}: so is the result, without a PSNR")
         if scale.extremes is not None:
             low, high = scale.extremes
             found.append(
-                f"intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} voxel(s) outside the mask lie "
+                f"intensities from {scale.low:.9g} to {scale.high:.9g}; {scale.beyond:,} known voxel(s) lie "
                 f"beyond: --range {low:.9g},{high:.9g} takes them in"
             )
         others = [*self.mask.remarks, *(self.truth.metadata.remarks if self.truth is not None else ())]
@@ -144,8 +145,8 @@ def result_files(
 ) -> dict[str, ResultFile]:
     """Return what the files of restored slices hold, by name.
 
-    They are called as presets, and hold of several samples the mean; `spread_of(preset)` is their standard deviation in
-    the input's units, float32, 0 outside the mask.
+    They are called as presets, and hold of several samples the mean; `spread_of(preset)` is their standard deviation,
+    which is no error, in the input's units, float32, 0 outside the mask.
 
     read: gives a slice of one of them, by its name and the slice's index
     more: what names of further files add to a preset's, as of BOUNDS
@@ -201,7 +202,7 @@ def kept_samples(samples: int) -> list[str]:
 
 def spread_of(preset: str) -> str:
     """The name under which a preset's standard deviation is kept."""
-    return f"{preset}_std"
+    return f"{preset}_spread"
 
 
 def slice_name(stack: Stack, index: int) -> str:

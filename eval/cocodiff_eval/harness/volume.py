@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,10 @@ from cocodiff_eval.data.masks import Mask, depth
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, reoriented_shape
 from cocodiff_eval.data.slices import SMALLEST_SIDE
 from cocodiff_eval.data.volume import Reader, Stack, format_shape
-from cocodiff_eval.quality.fusing import Intervals, Lead, Mixture, choose_axes, spread_about, weights_of
+from cocodiff_eval.quality.fusing import Intervals, Lead, mean_or_member, spread_about
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
-from cocodiff_eval.restore.baseline import SOLVERS, VARIATION, biharmonic, linear
+from cocodiff_eval.restore.baseline import HARMONIC, METHODS, SMALL
 
 AUTO = "auto"
 OWN = "cocodiff"  # the mean, beside methods without a model
@@ -25,19 +27,14 @@ ALONE = "the model alone"  # its axes without the methods that have none
 CUT = "; parts of the mask find too few places whole, so these regions are smaller: errors under it may be larger"
 THROUGH = 0.9  # of the masked voxels see nothing known along z: other axes are not worth their time
 TENTH = 10  # of the job's samples of slices, one in so many is made for the test
-LEAST, MOST = 12, 32  # tested slices along each axis
-# Methods without a model that work slice by slice, and the axis of their slices. Lines along z lie in slices along y.
-LINES: dict[str, tuple[str, int]] = {
-    "linear across z": ("y", 0),
-    "linear across y": ("z", 0),
-    "linear across x": ("z", 1),
-}
-BIHARMONIC = "biharmonic"
-APART = ", ends"  # added to a line's name: how far the known voxels at its ends are apart
-MEMBERS = (*LINES, BIHARMONIC, VARIATION)  # of the mean, beside the model's axes
-METHODS = (*LINES, BIHARMONIC, *SOLVERS)
+LEAST, MOST = 12, 32  # tested slices along each axis, if the job restores as many
+MOST_TESTED = 3  # samples of each
+JUDGED = 2**15  # voxels in a round
+BLOCK, BLOCKS = 24, 16  # voxels of a side, that are one observation; and the blocks that are judged of a large volume
+TINY = 1e-12  # a mean squared error that is none
 SEEN = 0.5  # of the hidden voxels that a method has to restore at least, for its figure to be told
-ENOUGH = 3  # regions: with fewer, errors are those of weights that were learnt on the same voxels
+LEAST_WEIGHT = 0.05  # of the model or of what is no model, below which it is not worth its time
+HOPELESS_DB = 3.0  # behind the best without a model: more samples of the test would not make up for that
 
 
 @dataclass(frozen=True)
@@ -59,30 +56,67 @@ class Volume:
         return any(not self.statistics.full(axis).any() for axis in axes)
 
     def sampled(self, samples: int) -> int:
-        """Samples of each slice that the test makes along each axis: as many as each of all axes has."""
-        return max(1, round(samples / len(self.axes)))
+        """Return how many samples of each slice the test makes: as many as an axis has of all, but three at most."""
+        return min(MOST_TESTED, max(1, round(samples / len(self.axes))))
 
     def regions(self, read: Reader, samples: int, seed: int) -> tuple[Hidden, ...]:
-        """What is hidden in each round of the test; reads the volume and its mask once. read: a slice along z."""
+        """Return what is hidden in each round of the test; reads the volume and its mask once.
+
+        The test restores no more slices than the job. read: a slice along z.
+        """
         slices = len(self.statistics.restorable("z")) or self.statistics.shape[0]
-        budget = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
+        usual = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
+        of_job = samples * sum(len(self.statistics.restorable(axis)) for axis in self.axes) // len(self.axes)
+        most = max(1, of_job // (self.sampled(samples) * len(self.axes)))
         survey = Survey.of(read, self.read_mask, self.statistics.shape)
-        return hide(survey, min(MOST, max(LEAST, budget)), seed, self.axes)
+        return hide(survey, min(MOST, max(LEAST, usual), most), seed, self.axes)
+
+    def judged(self, hidden: Hidden) -> np.ndarray:
+        """Return the hidden voxels that a round is judged by, [P, 3]: all, or of a large volume some.
+
+        Of a round with tested slices these are voxels where such slices meet, of another random blocks.
+        """
+        shape, found, rng = self.statistics.shape, [np.zeros((0, 3), int)], np.random.default_rng(0)
+        windows: list[tuple[Sequence[int], ...]] = [tuple(map(range, shape))]
+        if math.prod(shape) > SMALL and hidden.tested:
+            windows = [tuple(hidden.tested[axis] for axis in AXES)]
+        elif math.prod(shape) > SMALL:
+            windows = []
+            for piece in (hidden.pieces[n] for n in rng.permutation(BLOCKS) % len(hidden.pieces)):
+                ends = zip(piece.target, piece.shape, strict=True)
+                starts = [at + int(rng.integers(max(1, side - BLOCK + 1))) for at, side in ends]
+                windows.append(tuple(range(at, min(at + BLOCK, end)) for at, end in zip(starts, shape, strict=True)))
+        for slices, rows, columns in windows:
+            for index in slices:
+                row, column = hidden.mask("z", index, self.read_mask)[np.ix_(rows, columns)].nonzero()
+                places = np.full(len(row), index), np.asarray(rows)[row], np.asarray(columns)[column]
+                found.append(np.stack(places, 1))
+        points_P3 = np.unique(np.concatenate(found), axis=0)
+        # First those where most tested slices meet.
+        meet_P = sum(np.isin(points_P3[:, AXES.index(axis)], of_axis) for axis, of_axis in hidden.tested.items())
+        order_P = np.argsort(rng.random(len(points_P3)) - meet_P)
+        return points_P3[np.sort(order_P[:JUDGED])]
 
 
 @dataclass(frozen=True)
 class HiddenRegionReport:
-    """What the test has shown of a volume. weights: of the axes that are taken and of the methods without a model, in
-    the mean; regions, voxels: that were tested; psnr_db: of each method on the same voxels, from the best to the worst;
-    intervals: of the mean; mixture: weights voxel by voxel; lead: of the mean over the best method without a model;
-    cut: see `Hidden`; of: what was tested. Without a test weights alone."""
+    """What the test has shown of a volume. Without a test weights alone.
+
+    weights: of what is written in its mean: the axes, unless the model is left out, and methods without a model
+    regions, voxels: that methods without a model were judged by
+    psnr_db: of each method there, from the best to the worst. The model's is that of its own round in proportion to
+        the mean of methods without a model, whose error at the same voxels is known.
+    intervals: of what is written
+    lead: of what is written over the best method without a model
+    cut: see `Hidden`
+    of: what was tested
+    """
 
     weights: Mapping[str, float]
     regions: int = 0
     voxels: int = 0
     psnr_db: Mapping[str, float] | None = None
     intervals: Intervals | None = None
-    mixture: Mixture | None = None
     lead: Lead | None = None
     cut: bool = False
     of: str = "volume"
@@ -96,8 +130,14 @@ class HiddenRegionReport:
 
     @property
     def others(self) -> list[str]:
-        """The methods without a model that the mean takes in."""
+        """The methods without a model that are made."""
         return [name for name in self.weights if name not in AXES]
+
+    @property
+    def is_hopeless(self) -> bool:
+        """True if more samples of the test would not bring the model into the mean."""
+        figures = self.psnr_db or {}
+        return not self.axes and figures[ALONE] < figures[OWN] - HOPELESS_DB
 
     def line(self, where: str) -> str:
         """What the user is told first."""
@@ -113,6 +153,9 @@ class HiddenRegionReport:
         ahead, behind, low, high, wins = OWN, others[0], lead.low, lead.high, lead.wins
         if lead.db < 0:
             ahead, behind, low, high, wins = behind, ahead, -high, -low, lead.of - wins
+        if not self.axes:
+            written = " and ".join(name for name, weight in self.weights.items() if weight)
+            return f"{where}: {found}; {written} written without the model, as no mean with it errs less{kind}"
         told = f"{found}; {ahead} is ahead of {behind} by {abs(lead.db):.1f} dB, in {wins} of {lead.of} regions"
         expected = "too few to tell what is so under the mask"
         if math.isfinite(low):
@@ -120,9 +163,8 @@ class HiddenRegionReport:
         return f"{where}: {told}; {expected}{'' if lead.is_clear else ': no clear winner'}{kind}"
 
     def weights_line(self, where: str) -> str:
-        slices = ", ".join(f"{axis} {weight:.2f}" for axis, weight in self.weights.items() if axis in AXES)
-        others = [f"{name} {w:.2f}" for name, w in self.weights.items() if name not in AXES and w >= 0.005]
-        return f"{where}: mean of slices along {', '.join([slices, *others])} (weights)"
+        told = [f"{name} {weight:.2f}" for name, weight in self.weights.items() if weight]
+        return f"{where}: mean of {'slices along ' * bool(self.axes)}{', '.join(told)} (weights)"
 
     def record(self, name: str, mask: str) -> dict[str, Any]:
         """For metrics.json."""
@@ -214,129 +256,178 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
 # The test on hidden regions: what each axis and each method without a model made of them, and what follows ------------
 
 
-def made_along(method: str) -> str:
-    """The axis of the slices that a method without a model works in; z for those in three dimensions."""
-    return LINES[method][0] if method in LINES else "z"
+class HiddenRound:
+    """What was restored in one round at P hidden voxels.
 
-
-def in_slice(method: str, prepared: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
-    """What a method that works slice by slice makes of one, and of a line its ends."""
-    if method == BIHARMONIC:
-        return {method: biharmonic(prepared, mask)}
-    found, apart = linear(prepared, mask, LINES[method][1])
-    return {method: found, method + APART: apart}
-
-
-class Tested:
-    """What was restored in one round at the voxels that are judged: those of the grid in which tested slices meet,
-    [z, y, x].
-
-    own: of the model along each axis, in each sample, float64 [S, *grid]; others: of methods without a model, and ends
-    of lines; NaN where nothing was restored. truth: normalised; judged: which voxels of the grid are hidden;
-    deep: how far each is from a known one, as of `depth`.
+    points_P3: their places; truth_P: normalised; deep_P: how far each is from a known one, as of `depth`
+    own: of the model along each axis, in each sample, float64 [S, P]; others: of methods without a model [P]; NaN where
+        nothing was restored
     """
 
     def __init__(self, hidden: Hidden, volume: Volume, task: Any, samples: int) -> None:
         """samples: of the job."""
-        self.hidden, self.judged = hidden, judged_grid(hidden, volume)
-        grid = self.judged.shape
-        self.own = {axis: np.full((volume.sampled(samples), *grid), np.nan) for axis in volume.axes}
-        self.others = {name: np.full(grid, np.nan) for name in (*METHODS, *(line + APART for line in LINES))}
-        inside = np.ix_(hidden.tested["y"], hidden.tested["x"])
-        self.truth = np.stack([task.scale.normalise(task.stack.read(z)[inside]) for z in hidden.tested["z"]])
+        self.hidden, self.points_P3 = hidden, volume.judged(hidden)
+        count, slices, (z_P, y_P, x_P) = len(self.points_P3), volume.statistics.shape[0], self.points_P3.T
+        self.own = {axis: np.full((volume.sampled(samples), count), np.nan) for axis in volume.axes}
+        self.others = {name: np.full(count, np.nan) for name in METHODS}
+        self.truth_P, self.deep_P = np.zeros(count), np.zeros(count)
 
+        @lru_cache(8)
         def unknown(index: int) -> np.ndarray:
             return volume.read_mask(index) | hidden.mask("z", index, volume.read_mask)
 
-        slices = volume.statistics.shape[0]
-        self.deep = np.stack([depth(unknown, index, slices)[inside] for index in hidden.tested["z"]])
+        for index in np.unique(z_P).tolist():
+            here = z_P == index
+            self.truth_P[here] = task.scale.normalise(task.stack.read(index)[y_P[here], x_P[here]])
+            self.deep_P[here] = depth(unknown, index, slices)[y_P[here], x_P[here]]
+
+    def along(self, axis: str, indices: Sequence[int]) -> np.ndarray:
+        """Return which of the voxels lie in some slices along an axis, boolean [P]; all without an axis."""
+        return np.isin(self.points_P3[:, AXES.index(axis)], indices) if axis else np.ones(len(self.points_P3), bool)
 
     def add(self, axis: str, indices: Sequence[int], sample: int, made: Mapping[str, np.ndarray]) -> None:
-        """What was made of slices along an axis, each [slice, *grid without that axis]; without an axis [*grid]."""
-        places: list[Any] = [slice(None)] * len(AXES)
-        first = AXES.index(axis) if axis else 0
-        if axis:
-            places[first] = [self.hidden.tested[axis].index(index) for index in indices]
+        """Take what was made at the voxels in some slices along an axis; without an axis, at all."""
         for name, values in made.items():
-            target = self.own[axis][sample] if name == OWN else self.others[name]
-            target[tuple(places)] = np.moveaxis(values, 0, first)
+            (self.own[axis][sample] if name == OWN else self.others[name])[self.along(axis, indices)] = values
+
+    def restored(self, axis: str) -> np.ndarray:
+        """Return the mean of the model's samples along an axis that were made, float64 [P]; NaN where none is."""
+        made_S = np.isfinite(self.own[axis]).any(axis=1)
+        return self.own[axis][made_S | ~made_S.any()].mean(axis=0)
+
+    def blocks(self) -> np.ndarray:
+        """Return the region of each voxel and its block, int [P, 4]."""
+        return np.column_stack([self.hidden.numbers(self.points_P3), self.points_P3 // BLOCK])
 
 
-def judged_grid(hidden: Hidden, volume: Volume) -> np.ndarray:
-    """Which voxels of the grid in which tested slices meet are hidden, boolean [z, y, x]."""
-    inside = np.ix_(hidden.tested["y"], hidden.tested["x"])
-    return np.stack([hidden.mask("z", index, volume.read_mask)[inside] for index in hidden.tested["z"]])
+@dataclass(frozen=True)
+class Evidence:
+    """What all rounds show at the P voxels that the methods without a model have restored.
+
+    truth_P: normalised; deep_P: as of `depth`; region_P, block_P: numbers
+    own: samples of the model along each axis, float64 [S, P]; NaN where it restored nothing, and where slices along all
+        axes do not meet, if they do anywhere
+    others: errors of methods without a model, [P]
+    """
+
+    truth_P: np.ndarray
+    deep_P: np.ndarray
+    region_P: np.ndarray
+    block_P: np.ndarray
+    own: Mapping[str, np.ndarray]
+    others: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, rounds: Sequence[HiddenRound], volume: Volume) -> Evidence:
+        """Take what the rounds have restored of most voxels that they were to restore."""
+        truth_P, deep_P = (np.concatenate([getattr(one, name) for one in rounds]) for name in ("truth_P", "deep_P"))
+        others = {name: np.concatenate([one.others[name] for one in rounds]) for name in METHODS}
+        others = {name: values_P for name, values_P in others.items() if seen(values_P) >= SEEN}
+        at_P, own = np.isfinite(np.stack([truth_P, *others.values()])).all(axis=0), dict[str, np.ndarray]()
+        for axis in volume.axes:
+            asked_P = np.concatenate([one.along(axis, one.hidden.tested.get(axis, ())) for one in rounds])[at_P]
+            values_SP = np.concatenate([one.own[axis] for one in rounds], axis=1)[:, at_P]
+            values_SP = values_SP[np.isfinite(values_SP).any(axis=1)]
+            if len(values_SP) and seen(values_SP[0, asked_P]) >= SEEN:
+                own[axis] = values_SP
+        meet_P = np.isfinite([values_SP.mean(axis=0) for values_SP in own.values()]).all(axis=0)
+        if len(own) > 1 and meet_P.any():  # all are judged there
+            own = {axis: np.where(meet_P, values_SP, np.nan) for axis, values_SP in own.items()}
+        blocks = [np.insert(one.blocks(), 0, number, axis=1) for number, one in enumerate(rounds)]
+        blocks_P5 = np.concatenate(blocks)[at_P]
+        region_P, block_P = (np.unique(blocks_P5[:, :n], axis=0, return_inverse=True)[1].ravel() for n in (2, 5))
+        errors = {name: values_P[at_P] - truth_P[at_P] for name, values_P in others.items()}
+        return cls(truth_P[at_P], deep_P[at_P], region_P, block_P, own, errors)
+
+    def errors(self, axes: Sequence[str]) -> np.ndarray:
+        """Return those of the mean along some axes, float64 [P]; NaN where not all of them restored something."""
+        return np.mean([self.own[axis].mean(axis=0) for axis in axes], axis=0) - self.truth_P
+
+    def without_model(self) -> tuple[dict[str, float], np.ndarray]:
+        """Return the weights of methods without a model that have one, and the errors of their mean [P], in each block
+        with weights that the others give."""
+        errors_AP = np.stack([*self.others.values()])
+        weights_A, each_AP = mean_or_member(errors_AP, self.block_P)
+        weights = {name: weight for name, weight in zip(self.others, weights_A.tolist(), strict=True) if weight}
+        return weights, (each_AP * errors_AP).sum(axis=0)
+
+    def with_model(self, simple_P: np.ndarray, axes: Sequence[str]) -> tuple[float, np.ndarray]:
+        """Return the model's share in the mean of it and of methods without a model, and the errors of that, in each
+        block with weights that the others give, [P]; NaN where the model was to restore nothing, unless it has none.
+
+        simple_P: the errors of the mean of methods without a model.
+        """
+        of_model_P = self.errors(axes)
+        at_P = np.isfinite(of_model_P)
+        both_2P = np.stack([simple_P, of_model_P])
+        (_, share), shares_2P = mean_or_member(both_2P[:, at_P], self.block_P[at_P])
+        if share < LEAST_WEIGHT or share > 1 - LEAST_WEIGHT:
+            return round(share), both_2P[round(share)]
+        error_P = np.full(at_P.shape, np.nan)
+        error_P[at_P] = (shares_2P * both_2P[:, at_P]).sum(axis=0)
+        return float(share), error_P
+
+    def figures(self, errors: Mapping[str, np.ndarray], simple_P: np.ndarray) -> dict[str, float]:
+        """Return PSNR in dB from the best to the worst. Of errors that are known at some voxels alone (else NaN), it is
+        in proportion to those of the mean of methods without a model, simple_P, at the same voxels."""
+        found = {}
+        for name, error_P in errors.items():
+            at_P = np.isfinite(error_P)
+            mse = float(np.square(error_P[at_P]).mean()) if at_P.any() else math.nan
+            if not at_P.all():
+                mse *= (np.square(simple_P).mean() + TINY) / (np.square(simple_P[at_P]).mean() + TINY)
+            found[name] = psnr_db(mse)
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+    def choose_axes(self, allowed: Sequence[Sequence[str]]) -> Sequence[str]:
+        """Return, of sets of axes, that whose mean errs least; none where the model has restored nothing."""
+        errors = [self.errors(axes) for axes in allowed]
+        known = [error_P[np.isfinite(error_P)] for error_P in errors]
+        most = max(map(len, known), default=0)
+        worth = [float(np.square(one_P).mean()) if len(one_P) == most else math.inf for one_P in known if most]
+        return allowed[int(np.argmin(worth))] if worth else ()
 
 
-def judge_test(rounds: Sequence[Tested], volume: Volume, samples: int) -> HiddenRegionReport:
-    """The members and their weights, figures of all methods at the voxels that they all restore, and the intervals of
-    the mean."""
+def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> HiddenRegionReport:
+    """Return what is written of a volume, with figures of all methods and the intervals.
+
+    Methods without a model are weighed by all hidden voxels of all rounds, then their mean and that of the model's axes
+    by those that these have restored.
+    """
+    found = Evidence.of(rounds, volume)
     kind = "volume" if volume.statistics.shape[0] > 1 else "slice"
-    equal = HiddenRegionReport(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=kind)
-    truth_P = np.concatenate([one.truth[one.judged] for one in rounds])
-    own = {axis: np.concatenate([one.own[axis][:, one.judged] for one in rounds], 1) for axis in volume.axes}
-    others = {name: np.concatenate([one.others[name][one.judged] for one in rounds]) for name in rounds[0].others}
-    apart = {line: others.pop(line + APART) for line in LINES}
-    own = {axis: values for axis, values in own.items() if seen(values[0]) >= SEEN}
-    others = {name: values for name, values in others.items() if seen(values) >= SEEN}
-    if not truth_P.size or not own or (volume.chosen and not volume.restores([*own])):
-        return equal
-    common_P = np.isfinite(np.stack([*(values[0] for values in own.values()), *others.values()])).all(axis=0)
-    common_P &= np.isfinite(truth_P)
-    if not common_P.any():
-        return equal
-    own_SP = {axis: values[:, common_P] for axis, values in own.items()}
-    firsts = np.cumsum([0, *(len(one.hidden.pieces) for one in rounds[:-1])])
-    region_P = np.concatenate([one.hidden.numbers[one.judged] + n for one, n in zip(rounds, firsts, strict=True)])
-    truth_P, region_P = truth_P[common_P], region_P[common_P]
-    regions = sum(len(one.hidden.pieces) for one in rounds)
-    errors = {axis: values.mean(axis=0) - truth_P for axis, values in own_SP.items()}
-    found = {name: values[common_P] - truth_P for name, values in others.items()}
-    ends = {line: values[common_P] for line, values in apart.items() if line in found}
-    members = {name: found[name] for name in MEMBERS if name in found}
-    most, allowed = (samples, volume.restores) if volume.chosen else (len(own), lambda axes: len(axes) == len(own))
-    mixture = choose_axes(errors, most, allowed, members, ends)
-    taken = {name: (errors | members)[name] for name in mixture.names}
-    error_P, weights_AP = _fused(mixture, taken, ends, region_P)
-    axes = [axis for axis in mixture.names if axis in AXES]
-    # The deviation of the samples about what is written, each axis counted alike.
-    values_SP = np.concatenate([own_SP[axis] for axis in axes])
-    shares_SP = np.concatenate([np.full(own_SP[axis].shape, 1 / len(own_SP[axis])) for axis in axes])
-    spread_P = spread_about(error_P + truth_P, values_SP, shares_SP / shares_SP.sum(axis=0))
-    found[OWN] = error_P
-    if len(own) > 1:
-        found |= {along(axis): errors[axis] for axis in own}
-    if members:
-        errors_AP = np.stack([*errors.values()])
-        found[ALONE] = weights_of(errors_AP @ errors_AP.T / errors_AP.shape[1]) @ errors_AP
-    figures = {name: psnr_db(float(np.square(error_P).mean())) for name, error_P in found.items()}
-    figures = dict(sorted(figures.items(), key=lambda one: -one[1]))
-    deep_P = np.concatenate([one.deep[one.judged] for one in rounds])[common_P]
-    intervals = Intervals.calibrated(error_P, spread_P, deep_P)
-    rival = next((name for name in figures if name in METHODS), None)
-    sources = {(piece.source, piece.shape) for one in rounds for piece in one.hidden.pieces}
-    lead = None if rival is None else Lead.found(found[OWN], found[rival], region_P, len(sources))
-    weights = dict(zip(mixture.names, weights_AP.mean(axis=1).tolist(), strict=True))
-    weights = {axis: weights.get(axis, 0.0) for axis in (axes if volume.chosen else volume.axes)} | weights
-    cut = any(one.hidden.cut for one in rounds)
-    return HiddenRegionReport(weights, regions, truth_P.size, figures, intervals, mixture, lead, cut, kind)
-
-
-def _fused(
-    mixture: Mixture, errors: Mapping[str, np.ndarray], apart: Mapping[str, np.ndarray], region_P: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Errors of the mean [P], in each region with weights that were learnt in the others, and those weights [A, P]."""
-    errors_AP = np.stack([*errors.values()])
-    weights_AP = mixture.weights(apart, region_P.size)
-    regions = np.unique(region_P)
-    for region in regions if len(regions) >= ENOUGH else ():
-        inside, others = region_P == region, region_P != region
-        outside = {name: one[others] for name, one in errors.items()}
-        learnt = Mixture.learnt(outside, {name: one[others] for name, one in apart.items()})
-        weights_AP[:, inside] = learnt.weights({n: d[inside] for n, d in apart.items()}, int(inside.sum()))
-    return (weights_AP * errors_AP).sum(axis=0), weights_AP
+    sets = [axes for count in range(1, samples + 1) for axes in combinations(found.own, count) if volume.restores(axes)]
+    axes = found.choose_axes(sets if volume.chosen else [volume.axes] if len(found.own) == len(volume.axes) else [])
+    if not axes:
+        return HiddenRegionReport(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=kind)
+    weights, simple_P = found.without_model()
+    share, error_P = found.with_model(simple_P, axes)
+    weights = {name: (1 - share) * weight for name, weight in weights.items() if share < 1}
+    if not share and all(0 in METHODS[name].reach for name in weights):
+        weights[HARMONIC] = 0.0  # restores what the others do not
+    weights = dict.fromkeys(axes if share else (), share / len(axes)) | weights
+    at_P = np.isfinite(error_P)
+    values = [values_SP[:, at_P] for axis, values_SP in found.own.items() if share and axis in axes]
+    shares = [np.full(values_SP.shape, 1 / len(values_SP)) for values_SP in values]
+    if not share:
+        values, shares = [np.stack([*found.others.values()]) + found.truth_P], []
+        shares = [np.repeat([[weights.get(name, 0.0)] for name in found.others], at_P.size, axis=1)]
+    shares_SP = np.concatenate(shares)
+    mean_P = (error_P + found.truth_P)[at_P]
+    spread_P = spread_about(mean_P, np.concatenate(values), shares_SP / shares_SP.sum(axis=0))
+    intervals = Intervals.calibrated(error_P[at_P], spread_P, found.deep_P[at_P])
+    alone = {along(axis): found.errors([axis]) for axis in found.own if len(found.own) > 1}
+    figures = found.figures({**found.others, OWN: error_P, ALONE: found.errors(axes), **alone}, simple_P)
+    rival = next(name for name in figures if name in METHODS)
+    parts = len({(piece.source, piece.shape) for one in rounds for piece in one.hidden.pieces})
+    lead = Lead.found(error_P[at_P], found.others[rival][at_P], found.region_P[at_P], parts)
+    if share:  # its own voxels show how far that may be off, all of them what it is
+        more = figures[OWN] - figures[rival] - lead.db
+        lead = replace(lead, db=lead.db + more, low=lead.low + more, high=lead.high + more)
+    regions, cut = int(found.region_P.max()) + 1, any(one.hidden.cut for one in rounds)
+    return HiddenRegionReport(weights, regions, at_P.size, figures, intervals, lead, cut, kind)
 
 
 def seen(values_P: np.ndarray) -> float:
-    """The share of voxels that were restored."""
+    """Return the share of voxels that were restored."""
     return float(np.isfinite(values_P).mean()) if values_P.size else 0.0

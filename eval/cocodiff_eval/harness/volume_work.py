@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,23 +23,12 @@ from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import (
-    APART,
-    BIHARMONIC,
-    LINES,
-    MEMBERS,
-    OWN,
-    HiddenRegionReport,
-    Volume,
-    in_slice,
-    judged_grid,
-    made_along,
-)
+from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
 from cocodiff_eval.quality.fusing import Intervals, Moments, fuse, samples_along
 from cocodiff_eval.quality.hidden import Hidden
-from cocodiff_eval.restore.baseline import CELL, SOLVERS, Window, in_cells
+from cocodiff_eval.restore.baseline import METHODS, SMALL, Window, in_cells, side_of_cells
 
-TRACE = 1e-9  # of weight, so that a voxel without any other is restored along an axis
+TRACE = 1e-12  # of weight, so that a voxel without any other is restored, and no deviation is seen of it
 
 
 class Making:
@@ -100,17 +89,33 @@ class Making:
         numbers = [sample + self.samples * AXES.index(axis)] * len(prepared)
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
-    def file(self, name: str, axis: str, sample: int = 0) -> Restored:
-        """Return the file of a sample in a preset, of a method without a model, or of a line's ends, by its name."""
+    def file(self, name: str, axis: str = "z", sample: int = 0) -> Restored:
+        """Return the file of a sample in a preset, or of a method without a model, by its name."""
         return Restored(self.folder / f"{self.number}-{name}-{axis}-{sample}.f32", axis, self.volume.statistics)
 
-    def window(self, hidden: Hidden | None, window: Window) -> tuple[np.ndarray, np.ndarray]:
-        """Of a tested volume, normalised, and of its mask with what is hidden: [Z, Y, X], from copies along y."""
-        image_ZYX, mask_ZYX = (copy.window(window) for copy in self.turned("y"))
-        if hidden is not None:
-            indices = range(window[0].start, window[0].stop)
-            mask_ZYX |= np.stack([hidden.mask("z", n, self.volume.read_mask)[window[1:]] for n in indices])
-        return self.task.scale.known01(image_ZYX, mask_ZYX), mask_ZYX
+    def reader(self, hidden: Hidden | None = None) -> Callable[[Window], tuple[np.ndarray, np.ndarray]]:
+        """Return what reads a part of a tested volume, normalised, and of its mask with what is hidden: [Z, Y, X] each.
+
+        They come from copies along y; those of a small volume are read once.
+        """
+
+        def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
+            image_ZYX, mask_ZYX = (copy.window(window) for copy in self.turned("y"))
+            if hidden is not None:
+                indices = range(window[0].start, window[0].stop)
+                mask_ZYX |= np.stack([hidden.mask("z", n, self.volume.read_mask)[window[1:]] for n in indices])
+            return self.task.scale.known01(image_ZYX, mask_ZYX), mask_ZYX
+
+        z, y, x = self.volume.statistics.shape
+        if z * y * x > SMALL:
+            return read
+        image_ZYX, mask_ZYX = read((slice(0, z), slice(0, y), slice(0, x)))
+        return lambda window: (image_ZYX[window], mask_ZYX[window])
+
+    @cached_property
+    def judged(self) -> list[np.ndarray]:
+        """The voxels that each round of the test is judged by, [P, 3]."""
+        return [*map(self.volume.judged, self.hidden)]
 
     def intervals(self, index: int) -> Intervals | None:
         """Those of a slice along z, of a volume that was tested."""
@@ -130,8 +135,11 @@ class Making:
         cost = Cost.summed(self.costs.get(mode) or [Cost()]).shares(
             int((self.volume.statistics.counts("z") > 0).sum())
         )[0]
+        pairs = [*zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True)]
+        if not self.verdict.axes:  # nothing was drawn: each sample is what is written
+            pairs = [(mean_P, np.ones(mean_P.shape))] * self.samples
         psnr_db, kept = [], []
-        for values_P, weights_P in zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True):
+        for values_P, weights_P in pairs:
             sample_YX = image_YX.copy()
             sample_YX[mask_YX] = np.where(weights_P > 0, values_P, mean_P)
             one = ItemSamples(Moments.of(sample_YX), Cost())
@@ -140,34 +148,23 @@ class Making:
         return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
 
     def _samples(self, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The masked voxels of a slice along z in all that is taken [S, P]; weights in mean and deviation."""
+        """Return the masked voxels of a slice along z in all that is taken [S, P], their weights in the mean, and in
+        the deviation: of samples, or of methods without a model where none is drawn."""
         verdict, statistics, count = self.verdict, self.volume.statistics, int(mask_YX.sum())
-
-        def without_model(name: str) -> np.ndarray:
-            file = self.file(name, made_along(name.removesuffix(APART)))
-            return file.read_along_z(index, mask_YX).astype(np.float64)
-
         values, shares, drawn = [], [], []
         places = dict(zip(AXES, (np.full(count, index), *mask_YX.nonzero()), strict=True))
-        counts, trace = samples_along(self.samples, verdict.axes), TRACE if verdict.mixture is not None else 0.0
-        if verdict.mixture is None:
-            weights = {axis: np.full(count, weight) for axis, weight in verdict.axes.items()}
-        else:
-            ends = {name: without_model(name + APART) for name in verdict.others if name in LINES}
-            weights = dict(zip(verdict.mixture.names, verdict.mixture.weights(ends, count), strict=True))
-        for axis, drawn_along in counts.items():
+        tested = verdict.psnr_db is not None
+        for axis, samples in samples_along(self.samples, verdict.axes).items():
             seen_P = ~statistics.full(axis)[places[axis]]
-            for sample in range(drawn_along):
+            for sample in range(samples):
                 values.append(self.file(mode, axis, sample).read_along_z(index, mask_YX))
-                shares.append(np.where(seen_P, (weights.get(axis, 0.0) + trace) / drawn_along, 0.0))
-                drawn.append(seen_P / drawn_along if verdict.mixture is not None else shares[-1])
+                shares.append(np.where(seen_P, (verdict.weights[axis] + TRACE * tested) / samples, 0.0))
+                drawn.append(seen_P / samples if tested else shares[-1])
         for name in verdict.others:
-            values.append(without_model(name))
-            seen_P = np.isfinite(values[-1])
-            if name not in SOLVERS:  # of a slice that is masked wholly nothing was written
-                seen_P &= ~statistics.full(made_along(name))[places[made_along(name)]]
-            shares.append(np.where(seen_P, weights[name], 0.0))
-            drawn.append(np.zeros(count))
+            values.append(self.file(name).read(index).astype(np.float64))
+            trace = 0.0 if verdict.axes or 0 in METHODS[name].reach else TRACE
+            shares.append(np.where(np.isfinite(values[-1]), verdict.weights[name] + trace, 0.0))
+            drawn.append(np.zeros(count) if verdict.axes else shares[-1])
         return np.stack(values), np.stack(shares), np.stack(drawn)
 
     def lines(self) -> list[str]:
@@ -234,15 +231,14 @@ class ByModel(Restoring):
 
 
 @dataclass(frozen=True)
-class Smoothed(Restoring):
-    """A method without a model that works slice by slice."""
+class Solved(Restoring):
+    """A method without a model, in slices along z, some rows of all of them at once."""
 
     method: str
     counted = False
 
     def results(self) -> dict[str, Restored]:
-        names = (self.method, self.method + APART) if self.method in LINES else (self.method,)
-        return {name: self.making.file(name, self.axis) for name in names}
+        return {self.method: self.making.file(self.method)}
 
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
         return self.method in verdict.others
@@ -254,24 +250,14 @@ class Smoothed(Restoring):
         return (("sums", np.array(self.sums())),)
 
     def write(self) -> None:
-        results, pairs = self.results(), self.making.prepared(self.axis, self.indices)
-        for index, prepared, mask in zip(self.indices, *pairs, strict=True):
-            for name, image in in_slice(self.method, prepared, mask).items():
-                results[name].write(index, image[mask])
-
-
-class Solved(Smoothed):
-    """A method in three dimensions, in slices along z, some rows of all of them at once."""
-
-    def write(self) -> None:
         making, (file,) = self.making, self.results().values()
         mask_NYX = np.stack([making.mask("z", index) for index in self.indices])
-        shape, read = making.volume.statistics.shape, partial(making.window, None)
-        made = [[np.zeros(0)] for _ in self.indices]
-        for top in range(0, shape[1], CELL):
-            numbers, rows, columns = mask_NYX[:, top : top + CELL].nonzero()
+        shape, read = making.volume.statistics.shape, making.reader()
+        made, side = [[np.zeros(0)] for _ in self.indices], side_of_cells(shape)
+        for top in range(0, shape[1], side):
+            numbers, rows, columns = mask_NYX[:, top : top + side].nonzero()
             points_P3 = np.stack([np.array(self.indices)[numbers], rows + top, columns], 1)
-            found_P = in_cells(SOLVERS[self.method], read, shape, points_P3)
+            found_P = in_cells(METHODS[self.method], read, shape, points_P3)
             ends = np.searchsorted(numbers, np.arange(1, len(made)))
             for of_slice, values_P in zip(made, np.split(found_P, ends), strict=True):
                 of_slice.append(values_P)
@@ -281,75 +267,65 @@ class Solved(Smoothed):
 
 @dataclass(frozen=True)
 class Trial(Work):
-    """What the test on hidden regions restores in a round, at the voxels that are judged: of the methods in three
-    dimensions, which have no axis."""
+    """What the test on hidden regions restores in a round, at the voxels that are judged: of the methods without a
+    model, which have no axis."""
 
     round: int
     sample: int = 0
 
-    @property
-    def hidden(self) -> Hidden:
-        return self.making.hidden[self.round]
-
     def run(self, queue: Queue) -> Made:
-        """As `Work.run`. Arrays: by the names of methods [z, y, x] each, NaN where nothing is judged."""
-        volume, hidden, found = self.making.volume, self.hidden, dict[str, Any]()
-        judged = judged_grid(hidden, volume)
-        points_P3, read = np.stack([at[judged] for at in hidden.grid], 1), partial(self.making.window, hidden)
-        for name, solver in SOLVERS.items() if self.making.leads else ():
-            found[name] = np.full(judged.shape, np.nan)
-            found[name][judged] = in_cells(solver, read, volume.statistics.shape, points_P3)
-        return found.items()
+        """As `Work.run`. Arrays: what methods made of the voxels [P], NaN where nothing, by their names."""
+        if not self.making.leads:
+            return ()
+        points_P3, shape = self.making.judged[self.round], self.making.volume.statistics.shape
+        read = self.making.reader(self.making.hidden[self.round])
+        return ((name, in_cells(method, read, shape, points_P3)) for name, method in METHODS.items())
 
 
 class SliceTrial(Trial):
-    """Of the model, a sample of each slice, and with the first one of the methods that work slice by slice."""
+    """Of the model: a sample of each slice, at the voxels that are judged in these."""
 
     def run(self, queue: Queue) -> Made:
-        making, hidden, reads = self.making, self.hidden, partial(self.making.mask, self.axis)
-        original = [making.voxels(self.axis, index) for index in self.indices]
-        masks = [reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices]
-        of_model, found = [mask for mask in masks if not mask.all()], dict[str, Any]()
-        pairs = zip(original, masks, strict=True)
-        prepared = [prepare_slice(image, mask, making.task.scale) for image, mask in pairs if not mask.all()]
-        if prepared and self.axis in making.volume.axes:
-            queue.bar.begin(len(prepared), making.restorer.tile_steps(of_model))
-            drawn = making.draw(self.axis, self.sample, prepared, of_model, making.modes[0])
-            found[OWN] = [one.restored01_YX for one in drawn]
+        making, hidden, reads = self.making, self.making.hidden[self.round], partial(self.making.mask, self.axis)
+        masks = {index: reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices}
+        masks = {index: mask for index, mask in masks.items() if not mask.all()}
+        first, drawn = AXES.index(self.axis), list[ItemSamples]()
+        points_P3 = making.judged[self.round]
+        points_P3 = points_P3[np.isin(points_P3[:, first], self.indices)]
+        if masks:
+            queue.bar.begin(len(masks), making.restorer.tile_steps([*masks.values()]))
+            prepared = [
+                prepare_slice(making.voxels(self.axis, n), mask, making.task.scale) for n, mask in masks.items()
+            ]
+            drawn = making.draw(self.axis, self.sample, prepared, [*masks.values()], making.modes[0])
         if not making.leads:
             return ()
-        if self.sample == 0:
-            for method in [one for one in (*LINES, BIHARMONIC) if made_along(one) == self.axis]:
-                for pair in zip(prepared, of_model, strict=True):
-                    for name, image in in_slice(method, *pair).items():
-                        found.setdefault(name, []).append(image)
-        tested = [hidden.tested[axis] for axis in AXES if axis != self.axis]
-        grid, shape, made = np.ix_(*tested), [*map(len, tested)], {}
-        for name, images in found.items():
-            left = iter(images)
-            made[name] = np.stack([np.full(shape, np.nan) if mask.all() else next(left)[grid] for mask in masks])
-        return made.items()
+        found_P = np.full(len(points_P3), np.nan)
+        for index, one in zip(masks, drawn, strict=True):
+            here_P = points_P3[:, first] == index
+            found_P[here_P] = one.restored01_YX[tuple(np.delete(points_P3[here_P], first, axis=1).T)]
+        cost = Cost.summed([one.cost for one in drawn]) if drawn else Cost()
+        # A job in any other preset would take as long for its test.
+        spent = {name: getattr(cost, name) for name in ("seconds", "rank_seconds", "replica_seconds")}
+        return (ROWS, [[making.number, mode, spent] for mode in making.modes]), (OWN, found_P)
 
 
 def works_of(making: Making) -> list[Work]:
-    """All that may have to be made of a volume, in an order that depends on the job's settings and masks alone."""
+    """Return all that may have to be made of a volume, in an order that depends on the job's settings and masks alone.
+
+    Of the test first what methods without a model make, then each sample of the model.
+    """
     volume, works, groups = making.volume, list[Work](), making.groups
-    for place, hidden in enumerate(making.hidden):
-        for axis in making.read_along:
-            tested = groups(axis, hidden.tested[axis])
-            samples = volume.sampled(making.samples) if axis in volume.axes else 1
-            works += [SliceTrial(making, axis, group, place, n) for n in range(samples) for group in tested]
-        works.append(Trial(making, "", (), place))
+    rounds = [*enumerate(making.hidden)]
+    works += [Trial(making, "", (), place) for place, _ in rounds]
+    for sample in range(volume.sampled(making.samples)):
+        for place, hidden in rounds:
+            tested = [(axis, group) for axis in volume.axes for group in groups(axis, hidden.tested.get(axis, ()))]
+            works += [SliceTrial(making, axis, group, place, sample) for axis, group in tested]
     for axis in volume.axes:
         restorable = groups(axis, volume.statistics.restorable(axis))
         works += [ByModel(making, axis, group, n) for n in range(making.samples) for group in restorable]
-    for method in MEMBERS if making.hidden else ():
-        axis = made_along(method)
-        if method in SOLVERS:  # also where a slice along z is masked wholly
-            masked = (volume.statistics.counts("z") > 0).nonzero()[0].tolist()
-            cells = [tuple(group) for _, group in groupby(masked, lambda index: index // CELL)]
-            works += [Solved(making, axis, group, method) for group in cells]
-        else:
-            restorable = groups(axis, volume.statistics.restorable(axis))
-            works += [Smoothed(making, axis, group, method) for group in restorable]
+    masked, side = (volume.statistics.counts("z") > 0).nonzero()[0].tolist(), side_of_cells(volume.statistics.shape)
+    cells = [tuple(group) for _, group in groupby(masked, lambda index: index // side)]
+    works += [Solved(making, "z", group, name) for name in (METHODS if making.hidden else ()) for group in cells]
     return works

@@ -23,8 +23,8 @@ from cocodiff_eval.harness.job import Presets
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import HiddenRegionReport, Tested, judge_test
-from cocodiff_eval.harness.volume_work import Making, Restoring, Trial, works_of
+from cocodiff_eval.harness.volume import HiddenRegionReport, HiddenRound, judge_test
+from cocodiff_eval.harness.volume_work import Making, Restoring, Trial, Work, works_of
 from cocodiff_eval.quality.hidden import Hidden
 
 FUSED_TOGETHER = 8  # slices along z in a batch
@@ -75,12 +75,21 @@ class Volumes(Presets):
                 turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
                 turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
         whole.broadcast_object(None)  # the copies are there
-        tests = {first + n: partial(work.run, queue) for n, work in enumerate(self.works) if isinstance(work, Trial)}
-        queue.expect([*tests, *self._wanted(first)])  # before it is known which axes are taken: all of them
-        queue.run(tests)
-        found = [self._judged(making, first) for making in makings] if whole.rank == 0 else None
-        for making, verdict in zip(makings, whole.broadcast_object(found), strict=True):
-            making.verdict = verdict
+        trials = {number: work for number, work in enumerate(self.works, first) if isinstance(work, Trial)}
+        queue.expect([*trials, *self._wanted(first)])  # before it is known which axes are taken: all of them
+        tests = dict[int, Trial]()
+        for is_further in (False, True):
+            more = {
+                number: work
+                for number, work in trials.items()
+                if (work.sample > 0) is is_further and not work.making.verdict.is_hopeless
+            }
+            if more:
+                _run(queue, more)
+                tests |= more
+                found = [self._judged(making, tests) for making in makings] if whole.rank == 0 else None
+                for making, verdict in zip(makings, whole.broadcast_object(found), strict=True):
+                    making.verdict = verdict
         wanted = self._wanted(first)
         if whole.rank == 0:
             for line in [line for making in makings for line in making.lines()]:
@@ -89,8 +98,8 @@ class Volumes(Presets):
                 file.create()
         whole.broadcast_object(None)  # the files are there
         queue.expect([*tests, *wanted])
-        queue.run({number: partial(work.run, queue) for number, work in wanted.items()})
-        for number, mode, cost in self.store.rows(wanted) if queue.replica.leads else ():
+        _run(queue, wanted)
+        for number, mode, cost in self.store.rows([*tests, *wanted]) if queue.replica.leads else ():
             self.of[number].costs.setdefault(mode, []).append(Cost(**cost))
 
     def _wanted(self, first: int) -> dict[int, Restoring]:
@@ -98,14 +107,19 @@ class Volumes(Presets):
         works = {first + n: work for n, work in enumerate(self.works) if isinstance(work, Restoring)}
         return {number: work for number, work in works.items() if work.is_wanted(work.making.verdict)}
 
-    def _judged(self, making: Making, first: int) -> HiddenRegionReport:
-        """Return what the test of a volume has shown."""
+    def _judged(self, making: Making, tests: Mapping[int, Trial]) -> HiddenRegionReport:
+        """Return what some tests have shown of a volume, by the numbers of their units."""
         if not making.hidden:
             return making.verdict
-        rounds = [Tested(hidden, making.volume, making.task, making.samples) for hidden in making.hidden]
-        for number, work in enumerate(self.works, first):
-            if isinstance(work, Trial) and work.making is making:
+        rounds = [HiddenRound(hidden, making.volume, making.task, making.samples) for hidden in making.hidden]
+        for number, work in tests.items():
+            if work.making is making:
                 with self.store.open(number) as made:
                     found = {name: made[name] for name in made.files if name != ROWS}
                 rounds[work.round].add(work.axis, work.indices, work.sample, found)
         return judge_test(rounds, making.volume, making.samples)
+
+
+def _run(queue: Queue, works: Mapping[int, Work]) -> None:
+    """Make and save some works, by the numbers of their units, on all ranks."""
+    queue.run({number: partial(work.run, queue) for number, work in works.items()})

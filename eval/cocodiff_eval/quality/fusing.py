@@ -1,26 +1,22 @@
 """Several restorations of the same voxels, taken together: which, with which weights, their mean and spread, and how
 far they may be off.
 
-All is learnt from voxels whose truth is known (`hidden.py`): weights from the errors of each member and how much they
-have in common, intervals by split conformal prediction, and which of two is better by a jackknife over regions.
+All is learnt from voxels whose truth is known (`hidden.py`): weights from the errors of the better members and how much
+they have in common, intervals by split conformal prediction, and which of two is better by a jackknife over regions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 
 from cocodiff_eval.data.intensity import IntensityRange
 
-RIDGE = 0.1  # of the harmonic mean of errors: with few hidden voxels weights of good members stay nearer to equal ones
-ALIKE = 0.5  # how much correlations of errors are drawn to their mean, for few regions show more than there is
-LEAST_WEIGHT = 0.02  # of an axis on average, below which it is not worth its samples
-LEAST_OTHER = 0.05  # of a method without a model, below which it is not worth its time
-STEPS = 4.0  # of an error's logarithm: voxels whose members' errors are within a quarter share their weights
+FOLDS = 8  # groups of blocks, each judged with weights that the others give
+RIDGE, ONE = 1e-6, 1e3  # of the mean squared error, for equal members; and how firmly weights are 1 together
 FLOORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # in root mean square errors, tried for the best intervals
 SHARES = (0.5, 0.9)
 FEWEST_HIDDEN = 200  # voxels that intervals are calibrated by
@@ -53,125 +49,67 @@ def spread_about(mean_P: np.ndarray, values_SP: np.ndarray, shares_SP: np.ndarra
     return np.sqrt(np.where(alone_P, 0.0, squares_P / np.where(alone_P, 1.0, unseen_P)))
 
 
-def weights_of(products_AA: np.ndarray) -> np.ndarray:
-    """The weights [A], none negative and 1 together, with which the mean of A estimates is expected to err least.
+def products_in_blocks(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of products of members' errors in each block [B, A, A], and the voxels of each [B].
 
-    products_AA: the mean products of their errors, C. The sum of w_i w_j C_ij is smallest, with correlations half way
-    to their mean (as Ledoit and Wolf 2004 shrink covariances), and a tenth of the harmonic mean of C's diagonal added
-    to the diagonal: in proportion to the best members, so that one that hardly errs has nearly all the weight.
+    errors_AP: of A members at P voxels. block_P: the number of each voxel's block, 0 to B - 1.
     """
-    count = len(products_AA)
-    sizes_A = np.sqrt(np.maximum(np.diag(products_AA), 1e-20))
-    alike_AA = products_AA / np.outer(sizes_A, sizes_A)
-    mean = (alike_AA.sum() - count) / max(1, count * (count - 1))
-    alike_AA = (1 - ALIKE) * alike_AA + ALIKE * (mean + (1 - mean) * np.eye(count))
-    ridge = RIDGE * count / float(np.square(1 / sizes_A).sum())
-    ridged_AA = alike_AA * np.outer(sizes_A, sizes_A) + np.eye(count) * ridge
-    kept = [*range(count)]
-    while True:
-        found = np.linalg.solve(ridged_AA[np.ix_(kept, kept)], np.ones(len(kept)))
-        if (found > 0).all():
-            weights_A = np.zeros(count)
-            weights_A[kept] = found / found.sum()
-            return weights_A
-        kept.pop(int(found.argmin()))
+    counts_B = np.bincount(block_P).astype(np.float64)
+    sums = [[np.bincount(block_P, one_P * other_P) for other_P in errors_AP] for one_P in errors_AP]
+    return np.moveaxis(np.array(sums).reshape(len(errors_AP), len(errors_AP), -1), -1, 0), counts_B
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Members of a weighted mean whose weights differ from voxel to voxel.
+def near_best(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
+    """Return which members' mean squared error is within one standard error of the least, boolean [A].
 
-    The expected square of a member's error is a + b d^2, where d is how far the known voxels are apart between which
-    it interpolates; 0 for a member that does not interpolate along lines.
-
-    names: of A members; alike_AA: mean products of their errors, each in units of its expected size; squares_A2: a and
-    b of each; apart_A: the mean of d^2, for voxels where it is not known (NaN)
+    The standard error is that of the difference from the best member, over blocks.
     """
-
-    names: tuple[str, ...]
-    alike_AA: np.ndarray
-    squares_A2: np.ndarray
-    apart_A: np.ndarray
-
-    @classmethod
-    def learnt(cls, errors: Mapping[str, np.ndarray], apart: Mapping[str, np.ndarray]) -> Mixture:
-        """errors: of each member at the same voxels, float64 [P]; apart: d of those that have it, [P]."""
-        from scipy.optimize import nnls
-
-        squares_A2, apart_A = np.zeros((len(errors), 2)), np.zeros(len(errors))
-        for number, (name, error_P) in enumerate(errors.items()):
-            square_P = np.square(error_P)
-            d2_P = np.square(apart[name]) if name in apart else np.zeros_like(square_P)
-            apart_A[number] = np.nanmean(d2_P) if np.isfinite(d2_P).any() else 0.0
-            if not apart_A[number]:
-                squares_A2[number, 0] = square_P.mean()
-                continue
-            relative_P = np.where(np.isfinite(d2_P), d2_P, apart_A[number]) / apart_A[number]
-            # The last row is worth as many voxels that show no b: the few regions of a volume overrate it.
-            rows_P2 = np.vstack([np.stack([np.ones_like(relative_P), relative_P], 1), [0.0, math.sqrt(error_P.size)]])
-            a, b = nnls(rows_P2, np.append(square_P, 0.0))[0]
-            squares_A2[number] = a, b / apart_A[number]
-        found = cls((*errors,), np.eye(len(errors)), squares_A2, apart_A)
-        relative_AP = np.stack([*errors.values()]) / found.sizes(apart, error_P.size)
-        return cls(found.names, relative_AP @ relative_AP.T / error_P.size, squares_A2, apart_A)
-
-    def sizes(self, apart: Mapping[str, np.ndarray], voxels: int) -> np.ndarray:
-        """The expected size of each member's error, float64 [A, P]."""
-        found_AP = np.empty((len(self.names), voxels))
-        for number, (name, (a, b)) in enumerate(zip(self.names, self.squares_A2, strict=True)):
-            d2_P = np.square(apart[name]) if name in apart else np.zeros(voxels)
-            found_AP[number] = a + b * np.where(np.isfinite(d2_P), d2_P, self.apart_A[number])
-        return np.sqrt(np.maximum(found_AP, 1e-12))
-
-    def weights(self, apart: Mapping[str, np.ndarray], voxels: int) -> np.ndarray:
-        """Of each member at each voxel, none negative and 1 together, float64 [A, P]."""
-        sizes_AP = self.sizes(apart, voxels)
-        steps_AP = np.round(np.log(sizes_AP) * STEPS).astype(np.int64)
-        keys_P = np.zeros(voxels, np.int64)  # one number for the steps of all members
-        for steps_P in steps_AP if voxels else ():
-            keys_P = keys_P * (int(np.ptp(steps_P)) + 1) + steps_P - steps_P.min()
-        _, first, places = np.unique(keys_P, return_index=True, return_inverse=True)
-        weights = [weights_of(self.alike_AA * np.outer(one, one)) for one in sizes_AP[:, first].T]
-        return np.stack(weights, 1)[:, places] if weights else np.zeros((len(self.names), 0))
+    squares_BA = np.einsum("baa->ba", products_BAA)
+    apart_BA = squares_BA - squares_BA[:, [int(squares_BA.sum(axis=0).argmin())]]
+    blocks, voxels = len(counts_B), counts_B.sum()
+    mean_A = apart_BA.sum(axis=0) / voxels
+    scatter_A = np.square(apart_BA - mean_A * counts_B[:, None]).sum(axis=0) * blocks / max(1, blocks - 1)
+    return np.asarray(mean_A <= np.sqrt(scatter_A) / voxels)
 
 
-def choose_axes(
-    errors: Mapping[str, np.ndarray],
-    most: int,
-    allowed: Callable[[Sequence[str]], bool] = lambda axes: True,
-    others: Mapping[str, np.ndarray] | None = None,
-    apart: Mapping[str, np.ndarray] | None = None,
-) -> Mixture:
-    """As many axes as have a weight, those whose mean with the other members errs least.
+def learn_weights(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
+    """Return the weights [A], none negative and 1 together, with which the mean of the members errs least in all
+    blocks, among those that are `near_best`; the others have none."""
+    from scipy.optimize import nnls
 
-    errors: of each axis at the same voxels, float64 [P]; most: so many axes at most; allowed: which sets of axes may be
-    taken, at least one of them; others, apart: errors of members that are there in any case, and d as of
-    `Mixture.learnt`. Those without such a d, which take time, leave where they have a weight of less than .05.
+    kept = np.flatnonzero(near_best(products_BAA, counts_B))
+    mean_KK = products_BAA.sum(axis=0)[np.ix_(kept, kept)]
+    scale, weights_A = np.trace(mean_KK) / len(kept) + 1e-20, np.zeros(products_BAA.shape[1])
+    root_KK = np.linalg.cholesky(mean_KK / scale + RIDGE * np.eye(len(kept))).T
+    found, _ = nnls(np.vstack([root_KK, np.full(len(kept), ONE)]), np.append(np.zeros(len(kept)), ONE))
+    weights_A[kept] = found / found.sum()
+    return weights_A
+
+
+def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights of A members [A], and those that each of P voxels is judged with [A, P]: learnt in other blocks.
+
+    Where the mean, judged so, errs more than its best member, that member has all the weight. errors_AP: at voxels
+    whose truth is known. block_P: any number for each voxel's block.
     """
-    apart, others = apart or {}, others or {}
-
-    def learnt(taken: Mapping[str, np.ndarray]) -> tuple[Mixture, np.ndarray, float]:
-        """With the mean weight of each member, and the mean squared error."""
-        mixture, values_AP = Mixture.learnt(taken, apart), np.stack([*taken.values()])
-        weights_AP = mixture.weights(apart, values_AP.shape[1])
-        return mixture, weights_AP.mean(axis=1), float(np.square((weights_AP * values_AP).sum(axis=0)).mean())
-
-    tried = []
-    for count in range(1, min(most, len(errors)) + 1):
-        for axes in filter(allowed, combinations(errors, count)):
-            mixture, weights_A, mse = learnt({axis: errors[axis] for axis in axes} | {**others})
-            idle = bool((weights_A[:count] < LEAST_WEIGHT).any())
-            worth = idle, count if idle else -count, mse
-            tried.append((worth, dict(zip(mixture.names, weights_A.tolist(), strict=True))))
-    assert tried, "a set of axes is allowed"
-    _, weights = min(tried, key=lambda one: one[0])
-    kept = [name for name, weight in weights.items() if name in {*errors, *apart} or weight >= LEAST_OTHER]
-    return learnt({name: {**errors, **others}[name] for name in kept})[0]
+    _, block_P = np.unique(block_P, return_inverse=True)
+    products_BAA, counts_B = products_in_blocks(errors_AP, block_P)
+    blocks, best = len(counts_B), int(np.einsum("baa->a", products_BAA).argmin())
+    fold_B = np.random.default_rng(0).permutation(blocks) % FOLDS
+    weights_BA = np.zeros((blocks, len(errors_AP)))
+    for fold in range(min(FOLDS, blocks) * (blocks > 1)):
+        others = fold_B != fold
+        weights_BA[~others] = learn_weights(products_BAA[others], counts_B[others])
+    of_mean = np.einsum("bij,bi,bj", products_BAA, weights_BA, weights_BA)
+    if blocks > 1 and of_mean <= products_BAA[:, best, best].sum():
+        return learn_weights(products_BAA, counts_B), weights_BA[block_P].T
+    alone_A = (np.arange(len(errors_AP)) == best).astype(np.float64)
+    return alone_A, np.repeat(alone_A[:, None], len(block_P), axis=1)
 
 
 def samples_along(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """How many samples each axis gets, at least one each: as evenly as goes, more to those of larger weight."""
-    each, more = divmod(samples, len(weights))
+    """Return how many samples each axis gets, at least one: as evenly as goes, more to those of larger weight."""
+    each, more = divmod(samples, max(1, len(weights)))
     order = sorted(weights, key=lambda axis: -weights[axis])
     return {axis: each + (order.index(axis) < more) for axis in weights}
 

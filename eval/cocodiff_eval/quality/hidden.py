@@ -1,17 +1,18 @@
 """Hidden regions: parts of a mask laid once more over voxels whose truth is known, so that a restoration can be judged
 on the user's own volume.
 
-A volume [Z, Y, X] may have any size: regions are chosen on a coarse grid of at most 128 cells a side. They stand in a
-lattice, so that few slices along each axis cross many of them; what is judged is the grid of voxels where tested slices
-along z, y and x meet within the regions. Places are preferred whose surroundings look like those of the mask: in empty
-space every method is good, and would be thought good within the object. A test has several rounds, each with regions
-of its own, so that few large regions in a small volume are still seen at many places.
+A volume [Z, Y, X] may have any size: regions are chosen on a coarse grid of at most 128 cells a side. A test has four
+rounds, each with regions of its own. In those that slices are restored for by the model, regions stand in a lattice, so
+that few slices along each axis cross many of them. In the others, where methods without a model are judged alone, which
+takes little time, they lie anywhere, and there are as many as hide what the mask does. Places are preferred whose
+surroundings look like those of the mask: in empty space every method is good, and would be thought good within the
+object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -23,9 +24,12 @@ from cocodiff_eval.data.volume import Reader, Triple
 
 COARSE = 128  # cells of a side
 REGIONS, ENOUGH = 24, 2
-ROUNDS, WANTED = 4, 12  # rounds at most, and regions in all after which there are no more
-LEAST = 6  # tested slices along each axis in a round
-UNPAID = 96  # along an axis that nothing is restored along: more voxels are judged at no cost
+ROUNDS = 4
+LATTICES, WANTED = 2, 12  # rounds with tested slices at most, and regions after which there is no second one
+SCATTERED, VOXELS, SHARE = 400, 4000, 0.15  # regions of another round at most; voxels at least, but of the known cells
+APART = 2  # cells between such regions
+PATIENCE, PLACES = 99, 4  # such regions without a place before there are no more; places that each is tried at
+UNPAID = 96  # slices along an axis that nothing is restored along: more voxels are judged at no cost
 PLACED = 0.5  # of the mask's cells: if larger parts find no place, the small ones stand for less than that
 TRIES = 16
 REPEATED = 0.1  # of the worth of a cell that no earlier round has hidden
@@ -47,40 +51,42 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Hidden:
-    """Regions that are hidden, and for each axis the numbers of the slices along it that are tested, ascending. cut:
-    whether regions are smaller than the parts of the mask that they are of, which makes the test too kind."""
+    """Regions that are hidden in a round.
+
+    tested: for each axis the numbers of the slices along it that the model restores, ascending; empty in rounds of
+    methods without a model. cut: whether regions are smaller than the parts of the mask that they are of, which makes
+    the test too kind.
+    """
 
     pieces: tuple[Piece, ...]
-    tested: dict[str, tuple[int, ...]]
+    tested: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cut: bool = False
 
-    @property
-    def grid(self) -> tuple[np.ndarray, ...]:
-        """The places [3, z, y, x] of the voxels where tested slices along all axes meet."""
-        return np.meshgrid(*(self.tested[axis] for axis in AXES), indexing="ij")
+    @cached_property
+    def _ends_N2(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first voxel of each piece, and the first beyond it, [N, 3] each."""
+        start_N3, side_N3 = (np.array([one[part] for one in self.pieces]).reshape(-1, 3) for part in (1, 2))
+        return start_N3, start_N3 + side_N3
 
-    @property
-    def numbers(self) -> np.ndarray:
-        """Of the region that each voxel of the grid is in, int [z, y, x]."""
-        found = np.zeros([len(self.tested[axis]) for axis in AXES], dtype=int)
-        for number, piece in enumerate(self.pieces):
-            sides = zip(self.grid, piece.target, piece.shape, strict=True)
-            found[np.all([(at >= begin) & (at < begin + side) for at, begin, side in sides], axis=0)] = number
-        return found
+    def numbers(self, points_P3: np.ndarray) -> np.ndarray:
+        """Return the number of the region that each voxel is in, int [P]."""
+        found_P = np.zeros(len(points_P3), int)
+        for number, (first_3, end_3) in enumerate(zip(*self._ends_N2, strict=True)):
+            found_P[((points_P3 >= first_3) & (points_P3 < end_3)).all(axis=1)] = number
+        return found_P
 
     def mask(self, axis: str, index: int, read: Reader) -> np.ndarray:
         """What is hidden besides the mask in slice `index` along an axis, boolean of the slice's shape.
 
         read: a slice of the mask along the same axis. A voxel of the mask itself is never hidden a second time.
         """
-        own = read(index)
+        own, first = read(index), AXES.index(axis)
         found = np.zeros_like(own)
-        first = AXES.index(axis)
-        for piece in self.pieces:
-            inside = index - piece.target[first]
-            if 0 <= inside < piece.shape[first]:
-                source, target, shape = (np.delete(one, first).tolist() for one in piece)
-                found[_box(target, shape)] |= read(piece.source[first] + inside)[_box(source, shape)]
+        start_N3, end_N3 = self._ends_N2
+        for number in np.flatnonzero((start_N3[:, first] <= index) & (index < end_N3[:, first])).tolist():
+            piece = self.pieces[number]
+            source, target, shape = (np.delete(one, first).tolist() for one in piece)
+            found[_box(target, shape)] |= read(piece.source[first] + index - piece.target[first])[_box(source, shape)]
         return found & ~own
 
 
@@ -129,6 +135,11 @@ class Survey:
         found = [level.mean(), level.std(), texture.mean()] if level.size else [np.nan] * 3
         return np.array(found) / self._unit
 
+    def likeness(self, wanted: np.ndarray, start: Sequence[int], hidden_ZYX: np.ndarray) -> float:
+        """Return how much the surroundings of a region look as `wanted`, see `look`, 0 to 1."""
+        distance = float(np.abs(wanted - self.look(start, hidden_ZYX)).sum())
+        return float(np.exp(-LIKENESS * distance)) if np.isfinite(distance) else 1.0
+
     @cached_property
     def _unit(self) -> float:
         known = self.level_ZYX[~self.masked_ZYX]
@@ -158,32 +169,39 @@ def hide_beside(
 def hide(
     survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES, rounds: int = ROUNDS
 ) -> tuple[Hidden, ...]:
-    """Chooses rounds of a test, each with up to 24 regions, and `slices` tested slices along each axis in all of them,
-    but at least 6 in each; nothing where nothing can be hidden. along: the axes that slices are restored along, as
-    others have 96 in each round.
+    """Choose the rounds of a test: nothing where nothing can be hidden.
 
     Regions are connected parts of the mask, drawn by their size; where those that find a place are fewer than two, or
     less than half of the mask, all are cut to halves, quarters or eighths of the volume's sides, but never along a side
-    that they span. Of 16 random lattices the one is taken that hides most known cells which no earlier round has
-    hidden, each counted by how much the surroundings of its region look like those of the part of the mask that it is.
-    There are as many rounds as it takes to 12 regions, up to `rounds`.
+    that they span. The first rounds, two where one has fewer than 12 regions, have up to 24 in a lattice: of 16 random
+    ones that which hides most known cells which no earlier round has hidden, each counted by how much the surroundings
+    of its region look like those of the part of the mask that it is. They share `slices` tested slices along each axis
+    of `along`, those that slices are restored along. The others, up to `rounds`, have regions anywhere.
     """
     rng = np.random.default_rng(seed % 2**64)  # as torch takes a negative one
     best: list[list[Piece]] = []
+    of_best: tuple[Sequence[Box], np.ndarray] = (), np.zeros(0)
     uncut: set[Box] = set()
     for part in (1, 2, 4, 8):
         boxes, weights = _parts(survey.masked_ZYX, [max(1, -(-side // part)) for side in survey.masked_ZYX.shape])
         uncut = uncut or {*boxes}
-        found = _rounds(survey, boxes, weights, rng, rounds) if boxes else []
-        best = found if sum(map(len, found)) > sum(map(len, best)) else best
+        found = _rounds(survey, boxes, weights, rng, min(rounds, slices, LATTICES)) if boxes else []
+        if sum(map(len, found)) > sum(map(len, best)):
+            best, of_best = found, (boxes, weights)
         placed = {(piece.source, piece.shape) for some in found for piece in some}
         share = sum(weight for box, weight in zip(boxes, weights, strict=True) if box in placed)
         if sum(map(len, best)) >= ENOUGH and share >= PLACED:
             break
+    lattices = len(best)
+    best = best + [_scattered(survey, *of_best, rng) for _ in range(rounds - lattices if best else 0)]
     cut = any((piece.source, piece.shape) not in uncut for pieces in best for piece in pieces)
     fine = [tuple(_scaled(piece, survey.step, survey.shape) for piece in pieces) for pieces in best]
-    counts = {axis: max(LEAST, slices // len(fine)) if axis in along else UNPAID for axis in AXES} if fine else {}
-    return tuple(Hidden(pieces, _tested(pieces, counts, rng), cut) for pieces in fine)
+    counts = {axis: max(1, slices // lattices) if axis in along else UNPAID for axis in AXES} if fine else {}
+    tested = [_tested(pieces, counts, rng) for pieces in fine[:lattices]]
+    return (
+        *(Hidden(*one, cut) for one in zip(fine, tested, strict=False)),
+        *(Hidden(pieces, {}, cut) for pieces in fine[lattices:] if pieces),
+    )
 
 
 def _rounds(
@@ -246,8 +264,7 @@ def _lattice(
         known = int(free_ZYX.sum())
         fits = known >= FREE * hidden_ZYX.sum() and (not pieces or free + known <= most)
         if fits and all(_apart(start, sides, other) for other in pieces):
-            distance = float(np.abs(survey.look(source, hidden_ZYX) - survey.look(start, hidden_ZYX)).sum())
-            alike = float(np.exp(-LIKENESS * distance)) if np.isfinite(distance) else 1.0
+            alike = survey.likeness(survey.look(source, hidden_ZYX), start, hidden_ZYX)
             if alike < LEAST_ALIKE:
                 continue
             pieces.append(Piece(source, (start[0], start[1], start[2]), sides))
@@ -257,13 +274,48 @@ def _lattice(
     return worth, pieces
 
 
+def _scattered(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator) -> list[Piece]:
+    """Return regions in cells that hide as much as the mask does, or 4,000 voxels, each at the place of four random
+    ones whose surroundings look most like those of the part of the mask that it is."""
+    from scipy.ndimage import binary_dilation
+
+    masked_ZYX, shape, known = survey.masked_ZYX, survey.masked_ZYX.shape, int((~survey.masked_ZYX).sum())
+    wanted = min(max(int(masked_ZYX.sum()), VOXELS / np.prod(survey.step)), SHARE * known)
+    taken_ZYX, pieces, hidden, failed = survey.near_ZYX.copy(), list[Piece](), 0, 0
+    while hidden < wanted and failed < PATIENCE and len(pieces) < SCATTERED:
+        source, sides = boxes[rng.choice(len(boxes), p=weights)]
+        part_ZYX, found = masked_ZYX[_box(source, sides)], list[tuple[float, list[int]]]()
+        size, wanted_3 = int(part_ZYX.sum()), survey.look(source, part_ZYX)
+        for _ in range(PLACES * (hidden + size <= MOST * known or not pieces)):
+            middles = [rng.uniform(side / 2, whole - side / 2) for side, whole in zip(sides, shape, strict=True)]
+            start = [_start(*one) for one in zip(middles, source, sides, shape, strict=True)]
+            if (part_ZYX & ~taken_ZYX[_box(start, sides)]).sum() >= FREE * size:
+                found.append((survey.likeness(wanted_3, start, part_ZYX), start))
+        alike, (z, y, x) = max(found, default=(0.0, [0, 0, 0]))
+        if alike < LEAST_ALIKE:
+            failed += 1
+            continue
+        around = tuple(slice(max(0, at - APART), at + side + APART) for at, side in zip((z, y, x), sides, strict=True))
+        own_ZYX = np.zeros(taken_ZYX[around].shape, bool)
+        own_ZYX[_box([at - part.start for at, part in zip((z, y, x), around, strict=True)], sides)] = part_ZYX
+        taken_ZYX[around] |= binary_dilation(own_ZYX, iterations=APART)
+        pieces.append(Piece(source, (z, y, x), sides))
+        hidden += size
+    return pieces
+
+
 def _start(middle: float, own: int, side: int, whole: int) -> int:
-    """Where a region with this middle begins along an axis; its own place where it has no other. It is no nearer to the
-    border than the part of the mask that it is of, for beyond the last known voxel any method is worse."""
-    margin = min(own, whole - own - side, RING)
-    if side >= SPANNING * whole or whole - side < 2 * margin:
+    """Return where a region with this middle begins along an axis; its own place where it has no other.
+
+    It is no nearer to the border than the part of the mask that it is of, for beyond the last known voxel any method is
+    worse; where that part touches the border, so does the region.
+    """
+    margin, last = min(own, whole - own - side, RING), whole - side
+    if side >= SPANNING * whole or last < 2 * margin:
         return own
-    return int(np.clip(round(middle - side / 2), margin, whole - side - margin))
+    if margin == 0:
+        return last * (middle > whole / 2)
+    return int(np.clip(round(middle - side / 2), margin, last - margin))
 
 
 def _apart(start: Sequence[int], sides: Sequence[int], other: Piece) -> bool:
@@ -292,6 +344,7 @@ def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.G
             else:
                 stretches.append((begin, end))
         chosen: set[int] = set()
+        stretches = [stretches[n] for n in rng.permutation(len(stretches))[: slices[axis]]]
         for begin, end in stretches:
             count = min(max(1, slices[axis] // len(stretches)), end - begin)
             phase = rng.uniform(0, 1)

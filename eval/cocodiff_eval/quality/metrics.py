@@ -221,6 +221,8 @@ class Result:
     samples             their number, where there are several; `coverage_50` and `coverage_90` are
                         `fusing.coverage`, `psnr_db_single` is the mean of the samples' own PSNR; `intervals` are those
                         that hidden regions have calibrated, whose coverage it then is
+    uncertainty         half the width of the 90 % intervals, mean over the masked voxels, in units of the range of
+                        intensities; None where there are none
     baseline            the biharmonic result of the image and mask: psnr_db, ssim, mse, seconds
     frc, resolution     `ring_correlation`: of each ring, and the finest period in voxels that is restored; None where
                         it is unknown
@@ -253,6 +255,7 @@ class Result:
     coverage_90: float | None = _field(mean, default=None)
     psnr_db_single: float | None = _field(mean, default=None)
     intervals: Mapping[str, float] | None = _field(lambda values: next(filter(None, values), None), default=None)
+    uncertainty: float | None = _field(mean, default=None)
     baseline: Mapping[str, Any] | None = None
     frc: Sequence[float | None] | None = _field(mean_curve, default=None)
     resolution: float | None = _field(mean, default=None)
@@ -277,7 +280,7 @@ class Result:
 QUALITY = ("psnr_db", "ssim", "mse")
 OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
 OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # in a sweep's lines
-OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals")
+OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals", "uncertainty")
 # null says something: "unknown", or "the same bits"
 OR_NULL = ("mask", *QUALITY, "psnr_vs_exact_db", "resolution", *OF_SAMPLES)
 

@@ -84,6 +84,7 @@ def write_report(
         bound_table=bound_table(bounds),
         judged=any(row["mask"] is not None for row in rows),
         sampled=any("samples" in row for row in rows),
+        calibrated=any(row.get("intervals") for row in rows),
         heads=heads,
         shown=bool(shown),
         sent=bool(heads & {*LINK_HEADS.values()}),

@@ -44,7 +44,7 @@ class Picture:
     input_YX       the slice as given; under the mask it is shown only where `truth_YX` is given
     restored       preset (or "biharmonic") to restored slice; empty where nothing is masked
     truth_YX       the original, or None where it is unknown
-    spread         preset to the standard deviation of its samples
+    uncertainty    preset to half the width of its 90 % intervals; empty where there are none
     """
 
     name: str
@@ -55,7 +55,7 @@ class Picture:
     scale: IntensityRange
     restored: Mapping[str, np.ndarray]
     truth_YX: np.ndarray | None = None
-    spread: Mapping[str, np.ndarray] = field(default_factory=dict)
+    uncertainty: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PicturePlan:
 
 def plan_pictures(masked: Sequence[Sequence[bool]], modes: int) -> PicturePlan:
     """For tasks whose slices have masked voxels or not, each restored in so many modes (biharmonic and maps of the
-    spread included). Depends on nothing but these numbers."""
+    uncertainty included). Depends on nothing but these numbers."""
     frames = 1 + 2 * modes * MASKED  # pictures of a slice, in whole ones: the original, restored ones and their errors
     hidden = sum(map(sum, masked))
     whole = hidden + (sum(map(len, masked)) - hidden) / frames
@@ -170,8 +170,11 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
     truth_YX, errors = picture.truth_YX, {}
     if truth_YX is not None:
         errors = {mode: error_image(truth_YX, one_YX, mask_YX, scale) for mode, one_YX in picture.restored.items()}
-    spreads = {mode: (np.where(mask_YX, std_YX / scale.scale, 0.0), mask_YX) for mode, std_YX in picture.spread.items()}
-    for kind, maps in (("error", errors), ("spread", spreads)):
+    widths = {
+        mode: (np.where(mask_YX, width_YX / scale.scale, 0.0), mask_YX)
+        for mode, width_YX in picture.uncertainty.items()
+    }
+    for kind, maps in (("error", errors), ("uncertainty", widths)):
         known = [values_YX[known_YX] for values_YX, known_YX in maps.values() if known_YX.any()]
         top = max((float(np.quantile(values, 0.99)) for values in known), default=0.0)
         for mode, (values_YX, known_YX) in maps.items():

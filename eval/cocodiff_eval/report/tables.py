@@ -13,7 +13,8 @@ from cocodiff.config.grouping import by_key
 from cocodiff.config.text_table import aligned, spans
 from cocodiff_eval.quality.metrics import QUALITY, mean, of_slices
 
-OF_SAMPLES = ("one sample, dB", "in 50 %", "in 90 %")  # headings, of several samples, and of calibrated intervals
+# Headings, of several samples, and of calibrated intervals.
+OF_SAMPLES = ("one sample, dB", "in 50 %", "in 90 %", "uncertainty")
 ON_TERMINAL = {  # what headings of the page are there
     "PSNR, dB": "PSNR dB",
     "jump between slices": "jump",
@@ -47,20 +48,25 @@ def versus_exact(row: Mapping[str, Any]) -> str:
     return "identical" if row.get("exact_compared", True) else MISSING
 
 
-def cells_of(row: Mapping[str, Any], jump: float | None, digits: int = 2) -> dict[str, str]:
-    """What tables say of a row, by the page's headings; seconds in so many digits. jump: its `slice_jump`.
+def cells_of(
+    row: Mapping[str, Any], jump: float | None, within: Sequence[float] | None = None, digits: int = 2
+) -> dict[str, str]:
+    """What tables say of a row, by the page's headings; seconds in so many digits. jump: its `slice_jump`; within: the
+    range of intensities that its PSNR is of.
 
     Of OF_SAMPLES a single sample's PSNR, and the coverage of intervals of 50 and 90 % where hidden regions have
-    calibrated them: others promise nothing."""
+    calibrated them: others promise nothing. Uncertainty is half the width of those of 90 %."""
     shares = (row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90"))
     coverage = (MISSING if one is None else f"{100 * one:.0f} %" for one in shares)
+    uncertainty = number(row.get("uncertainty"), 3)
     return {
         "preset": row["mode"],
         "PSNR, dB": number(row["psnr_db"], 2),
+        "range": MISSING if within is None else f"{within[0]:.6g} to {within[1]:.6g}",
         "jump between slices": number(jump, 2),
         "SSIM": number(row["ssim"], 3),
         "MSE": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
-        **dict(zip(OF_SAMPLES, (number(row.get("psnr_db_single"), 2), *coverage), strict=True)),
+        **dict(zip(OF_SAMPLES, (number(row.get("psnr_db_single"), 2), *coverage, uncertainty), strict=True)),
         "vs exact": versus_exact(row),
         "seconds": number(row["seconds"], digits),
         "rank seconds": number(row.get("rank_seconds"), digits),
@@ -129,16 +135,26 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     Plain ASCII apart from the user's names: terminals of batch systems know little else.
     """
     images, jumps, ranked = metrics["images"], jumps_of(metrics), has_rank_seconds(metrics)
-    known = 3 if any(row.get("intervals") for row in images) else 1
+    known = len(OF_SAMPLES) if any(row.get("intervals") for row in images) else 1
     sampled = OF_SAMPLES[:known] if any("samples" in row for row in images) else ()
-    heads = ["preset", "PSNR, dB", *["jump between slices"] * bool(jumps), "SSIM", *sampled, "vs exact", "seconds"]
+    ranges = ranges_of(metrics)
+    heads = [
+        "preset",
+        "PSNR, dB",
+        *["range"] * bool(ranges),
+        *["jump between slices"] * bool(jumps),
+        "SSIM",
+        *sampled,
+        "vs exact",
+        "seconds",
+    ]
     heads += ["rank seconds"] * ranked
     lines = [["image", "mask", *(ON_TERMINAL.get(head, head) for head in heads), "bytes"]]
     for name, mask, slices, rows in grouped(images):
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
         shown += f" ({slices} slices)" if slices > 1 else ""
         for row in with_baseline(rows):
-            cells = cells_of(row, jumps.get((name, mask, row["mode"])), digits=1)
+            cells = cells_of(row, jumps.get((name, mask, row["mode"])), ranges.get((name, mask)), digits=1)
             lines.append([shown, "-" if mask is None else mask, *(cells[head] for head in heads), all_bytes(row)])
     return text_table(lines, "<<<" + ">" * len(heads))
 
@@ -146,6 +162,11 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
 def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
     """`slice_jump` by stack, mask and preset, of volumes whose truth is known."""
     return {(one["name"], one["mask"], one["mode"]): one["slice_jump"] for one in metrics.get("jumps", ())}
+
+
+def ranges_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None], Sequence[float]]:
+    """The range of intensities by stack and mask."""
+    return {(one["name"], one["mask"]): one["range"] for one in metrics.get("inputs", ())}
 
 
 def has_rank_seconds(metrics: Mapping[str, Any]) -> bool:
@@ -237,6 +258,8 @@ def numbers(series: Series) -> dict[str, Any]:
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
     document["stack"], document["left"] = series.stack, series.left
+    rows = [row for one in order for row in series.rows[one]]
+    document["uncertain"] = sorted({row["mode"] for row in rows if row.get("intervals")})
     found = [{row["mode"]: row for row in with_baseline(series.rows[one])} for one in order]
     for key, digits in (("psnr_db", 2), ("ssim", 4)):
         document[key] = {}
@@ -263,6 +286,7 @@ def remarks(series: Series) -> list[tuple[str, str]]:
     unknown = [n for n, rows in series.rows.items() if all(row["mse"] is None for row in rows)]
     apart = [n for n, rows in series.rows.items() if not any(row.get("exact_compared", True) for row in rows)]
     found = [(_intensities(one), one["name"] if len(series.inputs) > 1 else "") for one in series.inputs]
+    found += [(one, "") for of_input in series.inputs for one in of_input["remarks"]]
     if left:
         what = "is masked wholly and was" if len(left) == 1 else "are masked wholly and were"
         found.append((f"{_count(left, thing)} {what} left as in the input", _ranges(left, series)))
@@ -288,7 +312,7 @@ def _intensities(one: Mapping[str, Any]) -> str:
     told = f"The range of intensities is {low:.6g} to {high:.6g}"
     if not beyond:
         return told
-    voxels = "1 voxel outside the mask lies" if beyond == 1 else f"{beyond:,} voxels outside the mask lie"
+    voxels = "1 known voxel lies" if beyond == 1 else f"{beyond:,} known voxels lie"
     return f"{told}; {voxels} beyond it (the data reach from {lowest:.6g} to {highest:.6g})"
 
 
@@ -338,13 +362,13 @@ def quality_table(
     label: str, rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, str], metrics: Mapping[str, Any]
 ) -> Table:
     """The presets of each image or stack, then the baseline. rows: of metrics.json, those of one series."""
-    tables, jumps = grouped(rows), jumps_of(metrics)
+    tables, jumps, ranges = grouped(rows), jumps_of(metrics), ranges_of(metrics)
     images, told, cells = list[Cell](), list[Mapping[str, Any]](), list[dict[str, str]]()
     for name, mask, _, of_image in tables:
         found = with_baseline(of_image)
         images += [Cell(name, prompts.get(name, "")), *[Cell("")] * (len(found) - 1)]
         told += found
-        cells += [cells_of(row, jumps.get((name, mask, row["mode"]))) for row in found]
+        cells += [cells_of(row, jumps.get((name, mask, row["mode"])), ranges.get((name, mask))) for row in found]
     named = len(tables) > 1 or any(one.note for one in images)
     heads = [head for head in cells[0] if head != "rank seconds" or has_rank_seconds(metrics)]
     columns = [

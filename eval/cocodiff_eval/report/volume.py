@@ -33,9 +33,9 @@ Box = tuple[slice, ...]
 class ShownVolume:
     """A volume [Z, Y, X] under a mask, read slice by slice along z, in the input's units.
 
-    truth    None where it is unknown; then nothing that lies under the mask is shown
-    grey     what was restored, and ends of intervals, by the name that the page shows
-    spread   standard deviations of samples, by the name that the page shows
+    truth        None where it is unknown; then nothing that lies under the mask is shown
+    grey         what was restored, and ends of intervals, by the name that the page shows
+    uncertainty  half the width of 90 % intervals, by the name that the page shows; infinite where it is unknown
     """
 
     stack: Stack
@@ -43,7 +43,7 @@ class ShownVolume:
     scale: IntensityRange
     truth: Stack | None
     grey: Mapping[str, Reader]
-    spread: Mapping[str, Reader]
+    uncertainty: Mapping[str, Reader]
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,11 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
     layers: list[dict[str, Any]] = [
         {"name": name, "voxels": _packed(to_grey8(under_mask(read), low, high))} for name, read in volume.grey.items()
     ]
-    spreads = {name: under_mask(read) for name, read in volume.spread.items()}
-    top = max((float(np.quantile(values, 0.99)) for values in spreads.values() if values.size), default=0.0)
-    for name, values in spreads.items():
-        layers.append({"name": name, "voxels": _packed(to_grey8(values, 0.0, top)), "top": top})
+    widths = {name: under_mask(read) for name, read in volume.uncertainty.items()}
+    known = {name: values[np.isfinite(values)] for name, values in widths.items()}
+    top = max((float(np.quantile(values, 0.99)) for values in known.values() if values.size), default=0.0)
+    for name in [name for name, values in known.items() if values.size]:
+        layers.append({"name": name, "voxels": _packed(to_grey8(widths[name], 0.0, top)), "top": top})
     kept, first = volume.stack.metadata, start_of(volume.stack.region)
     return {
         "name": volume.stack.name,
@@ -111,7 +112,7 @@ def _part(volume: ShownVolume, room: int) -> Part:
     for index in range(shape[0]):
         rows_YX = np.logical_or.reduceat(volume.mask.read(index), starts[1], axis=0)
         cells_ZYX[index // step[0]] |= np.logical_or.reduceat(rows_YX, starts[2], axis=1)
-    layers = len(volume.grey) + len(volume.spread)
+    layers = len(volume.grey) + len(volume.uncertainty)
     whole = tuple(slice(0, side) for side in shape)
     near = []
     for axis, (by, side) in enumerate(zip(step, shape, strict=True)):

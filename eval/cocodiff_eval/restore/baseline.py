@@ -1,12 +1,14 @@
 """Restoring without a model: biharmonic inpainting, the number every restoration is compared with, and in volumes
-linear along an axis, Laplace's equation and total variation in three dimensions, which hidden regions judge beside it.
+lines along an axis, Laplace's equation, biharmonic continuation and total variation, which hidden regions judge.
 
 All take normalised images and never read the voxels under the mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,15 +48,18 @@ def _solve(known_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
 
 
 CELL, REACH = 64, 32  # voxels of a side that are solved at once, and so many more around them
-TV_WEIGHT, TV_ROUNDS, TV_INNER = 0.05, 20, 10
+SMALL = 2**21  # voxels of a volume whose cells have twice that side, so that most are solved in one piece
+WHOLE = 2**40  # a reach that takes in all of an axis
+TV_ROUNDS, TV_EDGE = 12, 0.01  # of the reweighting; the difference below which squares are minimised
 Window = tuple[slice, slice, slice]
 Solver = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Masked voxels between the nearest known ones before and after them along an axis, float64; beyond the last known
-    one its value, NaN where a line has none. And how far these two are apart, NaN where there are no two; at known
-    voxels 0. Any number of dimensions."""
+def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
+    """Interpolate masked voxels between the nearest known ones before and after them along an axis; float64.
+
+    Beyond the last known voxel its value is taken; a line without known voxels becomes NaN. Any number of dimensions.
+    """
     known, hidden = np.moveaxis(np.where(mask, 0.0, image01), axis, 0), np.moveaxis(mask, axis, 0)
     count = len(known)
     place = np.arange(count).reshape(-1, *[1] * (known.ndim - 1))
@@ -64,66 +69,137 @@ def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> tuple[np.ndarray
     share = (place - before) / np.maximum(1, after - before)
     found = np.where(before < 0, high, np.where(after == count, low, low + share * (high - low)))
     found = np.where((before < 0) & (after == count), np.nan, found)
-    apart = np.where((before < 0) | (after == count), np.nan, np.abs(high - low))
-    return np.moveaxis(np.where(hidden, found, known), 0, axis), np.moveaxis(np.where(hidden, apart, 0.0), 0, axis)
+    return np.moveaxis(np.where(hidden, found, known), 0, axis)
 
 
-def laplace(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The harmonic continuation into the mask, by conjugate gradients: each masked voxel is the mean of its neighbours;
-    no gradient across the borders of the array. float64 of the same shape. At least one voxel must be known."""
-    from scipy.sparse import coo_matrix, diags
-    from scipy.sparse.linalg import cg
+def laplace(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = None) -> np.ndarray:
+    """Return the harmonic continuation into the mask, by conjugate gradients; float64 of the image's shape.
 
+    Each masked voxel becomes the mean of its neighbours along `axes` (None: all), with no gradient across the borders
+    of the array. Voxels that no known one can be reached from along these axes get the mean of all known ones. At least
+    one voxel must be known. Any number of dimensions.
+    """
     known = np.where(mask, 0.0, image01).astype(np.float64)
-    if not mask.any():
-        return known
-    index, hidden_N = np.arange(mask.size).reshape(mask.shape), mask.ravel()
-    pairs = []  # of each masked voxel and a neighbour
-    for axis in range(mask.ndim):
-        front, back = (np.moveaxis(index, axis, 0)[part].ravel() for part in (slice(None, -1), slice(1, None)))
-        pairs += [(own[hidden_N[own]], other[hidden_N[own]]) for own, other in ((front, back), (back, front))]
-    own, other = map(np.concatenate, zip(*pairs, strict=True))
-    inner, number_N = hidden_N[other], np.cumsum(hidden_N) - 1
-    degree_P = np.bincount(own, minlength=mask.size)[hidden_N].astype(np.float64)
-    right_P = np.bincount(own[~inner], known.ravel()[other[~inner]], mask.size)[hidden_N]
-    places = number_N[own[inner]], number_N[other[inner]]
-    links = coo_matrix((np.ones(len(places[0])), places), shape=(len(right_P), len(right_P)))
-    start_P = np.full(len(right_P), known[~mask].mean())
-    known[mask], _ = cg(diags(degree_P) - links.tocsr(), right_P, x0=start_P, rtol=1e-4, maxiter=2000)
+    if mask.any():
+        rows_RN = laplacian(mask, axes)
+        start_P = np.full(rows_RN.shape[0], known[~mask].mean())
+        known[mask] = _solved(rows_RN[:, mask.ravel()], -(rows_RN @ known.ravel()), start_P, 1e-4, 2000)
     return known
 
 
-def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Laplace's continuation, denoised (Chambolle) by turns with putting known voxels back; float32, twice as fast."""
-    from skimage.restoration import denoise_tv_chambolle
+def smooth_continuation(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = None) -> np.ndarray:
+    """Return the biharmonic continuation into the mask, by conjugate gradients; float64 of the image's shape.
 
-    restored = laplace(image01, mask).astype(np.float32)
-    for _ in range(TV_ROUNDS):
-        smoothed = denoise_tv_chambolle(restored, weight=TV_WEIGHT, max_num_iter=TV_INNER)
-        restored = np.where(mask, smoothed, restored)
+    The sum of the squared Laplacians along `axes` (None: all) of the voxels in and beside the mask becomes smallest. It
+    is what scikit-image's `inpaint_biharmonic` solves directly, in a small part of its time. Planes along `axes` that
+    are masked wholly become NaN. Any number of dimensions.
+    """
+    from scipy.ndimage import binary_dilation
+
+    restored = laplace(image01, mask, axes)
+    if mask.any():
+        rows_RN = laplacian(binary_dilation(mask), axes)
+        of_hidden_RP = rows_RN[:, mask.ravel()]
+        right_P = -(of_hidden_RP.T @ (rows_RN @ np.where(mask, 0.0, restored).ravel()))
+        restored[mask] = _solved(of_hidden_RP.T @ of_hidden_RP, right_P, restored[mask], 1e-5, 2000)
+    return np.where(mask.all(axis=tuple(axes), keepdims=True), np.nan, restored) if axes else restored
+
+
+def differences(near: np.ndarray, axes: Sequence[int] | None = None) -> Any:
+    """Return the differences of neighbours along `axes` (None: all) of which one is True in `near`: a sparse matrix
+    [pairs, N] of all N voxels."""
+    from scipy.sparse import csr_matrix
+
+    index, near_N, pairs = np.arange(near.size).reshape(near.shape), near.ravel(), [np.zeros((2, 0), int)]
+    for axis in range(near.ndim) if axes is None else axes:
+        ends = [np.moveaxis(index, axis, 0)[part].ravel() for part in (slice(None, -1), slice(1, None))]
+        pairs.append(np.stack(ends)[:, near_N[ends[0]] | near_N[ends[1]]])
+    voxels = np.concatenate(pairs, axis=1)
+    count = voxels.shape[1]
+    places = np.tile(np.arange(count), 2), voxels.ravel()
+    return csr_matrix((np.repeat([1.0, -1.0], count), places), shape=(count, near.size))
+
+
+def laplacian(rows: np.ndarray, axes: Sequence[int] | None = None) -> Any:
+    """Return the graph Laplacian's rows of the voxels where `rows` is True, a sparse matrix [R, N] of all N voxels."""
+    apart_EN = differences(rows, axes)
+    return (apart_EN.T @ apart_EN).tocsr()[rows.ravel()]
+
+
+def _solved(matrix_PP: Any, right_P: np.ndarray, start_P: np.ndarray, tolerance: float, most: int) -> np.ndarray:
+    """Solve a symmetric system by conjugate gradients with the diagonal as preconditioner."""
+    from scipy.sparse import diags
+    from scipy.sparse.linalg import cg
+
+    scale = diags(1.0 / np.maximum(matrix_PP.diagonal(), 1e-12))
+    found_P, _ = cg(matrix_PP, right_P, x0=start_P, rtol=tolerance, maxiter=most, M=scale)
+    return np.asarray(found_P)
+
+
+def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the continuation into the mask with the least sum of absolute differences of neighbours, by reweighted
+    least squares; float64 of the image's shape. Any number of dimensions."""
+    from scipy.sparse import diags
+
+    restored = laplace(image01, mask)
+    if mask.any():
+        apart_EN = differences(mask)
+        hidden_EP, known_E = apart_EN[:, mask.ravel()], apart_EN @ np.where(mask, 0.0, restored).ravel()
+        found_P = restored[mask]
+        for _ in range(TV_ROUNDS):
+            weights_E = 1.0 / np.hypot(hidden_EP @ found_P + known_E, TV_EDGE)
+            matrix_PP = hidden_EP.T @ diags(weights_E) @ hidden_EP
+            found_P = _solved(matrix_PP, -(hidden_EP.T @ (weights_E * known_E)), found_P, 1e-3, 200)
+        restored[mask] = found_P
     return restored
 
 
-VARIATION = "total variation in 3-D"
-SOLVERS: dict[str, Solver] = {"Laplace in 3-D": laplace, VARIATION: total_variation}
+class Method(NamedTuple):
+    """A method without a model, and how many voxels around some its window has along z, y and x."""
+
+    solve: Solver
+    reach: Triple
+
+
+AROUND = (REACH, REACH, REACH)
+VARIATION, SMOOTH, HARMONIC = "total variation in 3-D", "biharmonic in 3-D", "Laplace in 3-D"
+METHODS = {
+    "linear across z": Method(partial(linear, axis=0), (WHOLE, 0, 0)),
+    "linear across y": Method(partial(linear, axis=1), (0, WHOLE, 0)),
+    "linear across x": Method(partial(linear, axis=2), (0, 0, WHOLE)),
+    "biharmonic": Method(partial(smooth_continuation, axes=(1, 2)), (0, REACH, REACH)),
+    HARMONIC: Method(laplace, AROUND),
+    VARIATION: Method(total_variation, AROUND),
+    SMOOTH: Method(smooth_continuation, AROUND),
+}
+
+
+def side_of_cells(shape: Triple) -> int:
+    """Return how many voxels a side are solved at once in a volume [Z, Y, X]."""
+    return CELL if np.prod(shape) > SMALL else 2 * CELL
 
 
 def in_cells(
-    solver: Solver, read: Callable[[Window], tuple[np.ndarray, np.ndarray]], shape: Triple, points_P3: np.ndarray
+    method: Method, read: Callable[[Window], tuple[np.ndarray, np.ndarray]], shape: Triple, points_P3: np.ndarray
 ) -> np.ndarray:
-    """What a solver makes of some voxels of a volume [Z, Y, X], float64 [P]; NaN where nothing is known around one.
+    """Return what a method makes of some voxels of a volume [Z, Y, X], float64 [P]; NaN where it restores nothing.
 
-    Cells of 64 voxels a side that hold some of them are solved one by one, with the 32 voxels around, so that memory
-    does not grow with the volume. read: the normalised image and the mask of a window. points_P3: indices.
+    Cells that hold some of them are solved one by one, with the voxels around that the method reaches, or more where
+    none of these is known: memory does not grow with the volume. read: the normalised image and the mask of a window.
+    points_P3: indices.
     """
     found_P = np.full(len(points_P3), np.nan)
-    cells_P3 = points_P3 // CELL
+    cells_P3 = points_P3 // side_of_cells(shape)
     for cell in np.unique(cells_P3, axis=0):
         inside_P = (cells_P3 == cell).all(axis=1)
-        low = np.maximum(points_P3[inside_P].min(axis=0) - REACH, 0)
-        high = np.minimum(points_P3[inside_P].max(axis=0) + REACH + 1, shape)
-        window = slice(low[0], high[0]), slice(low[1], high[1]), slice(low[2], high[2])
-        image01_ZYX, mask_ZYX = read(window)
+        first, last, reach = points_P3[inside_P].min(axis=0), points_P3[inside_P].max(axis=0), np.array(method.reach)
+        while True:
+            low, high = np.maximum(first - reach, 0), np.minimum(last + reach + 1, shape)
+            image01_ZYX, mask_ZYX = read((slice(low[0], high[0]), slice(low[1], high[1]), slice(low[2], high[2])))
+            whole = (reach == 0) | ((low == 0) & (high == shape))
+            if whole.all() or not mask_ZYX.all():
+                break
+            reach = 2 * reach
         if not mask_ZYX.all():
-            found_P[inside_P] = solver(image01_ZYX, mask_ZYX)[tuple((points_P3[inside_P] - low).T)]
+            found_P[inside_P] = method.solve(image01_ZYX, mask_ZYX)[tuple((points_P3[inside_P] - low).T)]
     return found_P

@@ -53,11 +53,11 @@ class Pictures {
   }
 
   async decode(stored) {
-    const [original, hole, unknown, restored, error, spread, image] = await Promise.all([
+    const [original, hole, unknown, restored, error, uncertainty, image] = await Promise.all([
       pixelsOf(stored.original, "webp"), maskOf(stored.hole), maskOf(stored.unknown),
-      allPixels(stored.restored), allPixels(stored.error), allPixels(stored.spread), allPixels(stored.images),
+      allPixels(stored.restored), allPixels(stored.error), allPixels(stored.uncertainty), allPixels(stored.images),
     ]);
-    return { ...stored, original, hole, unknown, restored, error, spread, image };
+    return { ...stored, original, hole, unknown, restored, error, uncertainty, image };
   }
 }
 

@@ -1,8 +1,8 @@
 // The viewer of a series: a slider over slices, a picture to flip in place, all pictures beside it, curves, worst slices.
 
 const KINDS = { original: "original", masked: "masked", restored: "restored", error: "difference",
-  spread: "uncertainty", image: "image" };
-const OF_A_PRESET = ["restored", "error", "spread", "image"];
+  uncertainty: "uncertainty", image: "image" };
+const OF_A_PRESET = ["restored", "error", "uncertainty", "image"];
 const WORST_SHOWN = 10;
 
 class Viewer {
@@ -76,11 +76,10 @@ class Viewer {
     const stage = element("figure", { class: "stage" }, this.canvas, this.caption, this.ramp);
     const kinds = this.generated ? [] : ["original", "masked"];
     this.cells = kinds.map((kind, row) => this.cell(kind, null, 0, row));
-    const first = this.first();
     this.modes.forEach((mode, column) => {
       const ofPreset = this.generated ? ["image"] : ["restored"];
       if (mode in this.numbers.psnr_db) ofPreset.push("error");
-      if (mode in (first.spread ?? {})) ofPreset.push("spread");
+      if (this.numbers.uncertain.includes(mode)) ofPreset.push("uncertainty");
       ofPreset.forEach((kind, row) => this.cells.push(this.cell(kind, mode, column + kinds.length / 2, row)));
     });
     const columns = this.modes.length + kinds.length / 2;
@@ -233,12 +232,12 @@ class Viewer {
     this.caption.replaceChildren(element("strong", {}, of), element("span", { class: "value" }, value));
     this.canvas.setAttribute("aria-label", `${this.name(this.number)}, ${of}. ${value}`);
     this.ramp.replaceChildren();
-    if (kind !== "error" && kind !== "spread") return;
+    if (kind !== "error" && kind !== "uncertainty") return;
     const canvas = element("canvas", { width: 256, height: 1, "aria-hidden": "true" });
     const grey = new ImageData(256, 1);
     for (let at = 0; at < 256; at += 1) grey.data.fill(at, 4 * at, 4 * at + 4);
     show(canvas, coloured(grey));
-    const what = kind === "error" ? "absolute error" : "standard deviation";
+    const what = kind === "error" ? "absolute error" : "half the width of the 90 % interval";
     this.ramp.append(`${what} 0`, canvas, `${slice[`${kind}_top`]} or more of the intensity range`);
   }
 

@@ -213,8 +213,11 @@ class VolumeViewer {
   tell() {
     const { low, high } = this.stored;
     const voxel = this.at.reduce((sum, place, axis) => sum + place * this.strides[axis], 0), hidden = this.masked[voxel];
-    const value = ({ voxels, top }) =>
-      Number((top === undefined ? low + (voxels[voxel] / 255) * (high - low) : (voxels[voxel] / 255) * top).toPrecision(3));
+    const value = ({ voxels, top }) => {
+      const share = voxels[voxel] / 255;
+      if (top === undefined) return Number((low + share * (high - low)).toPrecision(3));
+      return `${Number((share * top).toPrecision(3))}${share === 1 ? " or more" : ""}`;
+    };
     const told = hidden ? this.layers.filter((layer) => !layer.holes) : [{ ...this.layers[0], name: "not masked" }];
     const place = AXES.map((axis, number) => `${axis} ${this.number(number)}`).join(", ");
     this.output.textContent = `${place}: ${told.map((layer) => `${layer.name} ${value(layer)}`).join("; ")}`;
