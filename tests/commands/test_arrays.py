@@ -211,7 +211,7 @@ def words_given(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
 
 
 def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"samples": 8, "model": "embedded", "steps": 20, "ranks": 1, "preset": "tapa", "exact": "false"}
+    own = {"samples": 8, "model": "embedded", "steps": "auto", "ranks": 1, "preset": "tapa", "exact": "false"}
     every = {option.name: f"a {option.name}" for option in INPAINT_OPTIONS if option.name not in DECIDED.split()}
     for options, wanted in (({}, own), (every | {"preset": "flat"},) * 2):
         given = words_given(monkeypatch, **options)

@@ -204,7 +204,7 @@ def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]
                 mask = nothing_masked(stack)
             else:
                 along_z = unmasked is None and axes_of(values, stack)[0] == ("z",)
-                changed = values["grow"], values["invert"]
+                changed = values.get("grow", 0), values.get("invert")
                 mask = make_mask(word, stack, values["seed"], links, progress, along_z, *changed)
             if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
                 raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
