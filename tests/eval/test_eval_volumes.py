@@ -21,6 +21,8 @@ from cocodiff_eval.quality.fusing import (
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.restore.baseline import (
     METHODS,
+    SMOOTH,
+    Method,
     Window,
     in_cells,
     laplace,
@@ -276,7 +278,8 @@ def test_cells_are_solved_with_32_voxels_on_all_sides() -> None:
         return (part := np.mgrid[window][0]), part < 0
 
     points_P3 = np.array([[70, 40, 90], [80, 45, 99], [130, 45, 99]])
-    assert in_cells(lambda image01, mask: image01, read, (150, 150, 150), points_P3).tolist() == [70, 80, 130]
+    method = Method(lambda image01, mask: image01, METHODS[SMOOTH].reach)
+    assert in_cells(method, read, (150, 150, 150), points_P3).tolist() == [70, 80, 130]
     assert windows == [np.s_[38:113, 8:78, 58:132], np.s_[98:150, 13:78, 67:132]]
 
 
