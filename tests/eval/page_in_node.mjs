@@ -105,9 +105,17 @@ globalThis.document = {
   addEventListener: (name, action) => { heard[name] = action; },
 };
 
-let before = [];
+let before = [], decoding = 0;
+const Whole = globalThis.Response;
+globalThis.Response = class extends Whole {
+  async arrayBuffer() {
+    decoding += 1;
+    return super.arrayBuffer().finally(() => { decoding -= 1; });
+  }
+};
 async function tell(title) {
-  await new Promise((done) => setTimeout(done, 50)); // what is decoded meanwhile is drawn
+  do await new Promise((done) => setTimeout(done, 20)); // what is decoded meanwhile is drawn
+  while (decoding);
   const now = series.flatMap((section) => section.lines()), seen = new Set(before);
   console.log([title, ...now.filter((line) => !seen.has(line))].join("\n  "));
   before = now;
