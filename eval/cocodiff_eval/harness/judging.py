@@ -59,7 +59,10 @@ def slices_of_report(plan: PicturePlan, rows: Sequence[Sequence[Any]]) -> list[t
 
 
 def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, ResultFile]) -> ShownVolume:
-    """What the report's three views show of a task. files: of its results, by name."""
+    """Return a task's volume as the report's three views show it.
+
+    files: of its results, by the names of presets, with BOUNDS added for the ends of intervals
+    """
     grey = {preset: files[preset].read for preset in presets}
     ends = [(preset, *end) for preset in presets for end in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True)]
     grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
@@ -160,7 +163,10 @@ class SliceReview:
         return self.task.scale.denormalise(biharmonic(*self.given(False)))
 
     def picture(self, presets: Sequence[str], native: Mapping[str, np.ndarray]) -> Picture:
-        """native: what the result files hold, by preset, and the ends of intervals with BOUNDS added."""
+        """Return the report's pictures of the slice.
+
+        native: the results in the input's dtype, by the names of presets, with BOUNDS added for the ends of intervals
+        """
         task, masked = self.task, bool(self.mask_YX.any())
         shown = presets if masked else ()
         restored = {preset: native[preset] for preset in shown}
@@ -189,9 +195,16 @@ def judge_slice(
     samples: int,
     intervals: Mapping[str, Intervals],
 ) -> ItemResult:
-    """Restored slices in the input's dtype, of several samples with their standard deviation, and their rows of
-    metrics.json with the biharmonic baseline. modes: whose results are kept; exact: what they are compared with;
-    intervals: calibrated ones of each mode, whose ends are written.
+    """Return a slice's results: its arrays by the names of their files, and its rows of metrics.json.
+
+    The arrays are in the input's dtype: the mean, of several samples their standard deviation, each sample where these
+    are kept, and the ends of intervals. The rows hold the biharmonic baseline too.
+
+    modes: the names of those whose results are kept
+    exact: the samples that they are compared with, if any
+    drawn: the samples in each mode
+    samples: their number
+    intervals: the calibrated intervals of each mode that has any
     """
     task, mask_YX, scale = seen.task, seen.mask_YX, seen.task.scale
     rows: list[dict[str, Any]] = []

@@ -104,7 +104,7 @@ class SliceJob(Job):
             )
 
     def _result_files(self, number: int, done: JobResult | None = None) -> dict[str, ResultFile]:
-        """Return the files of a task by name. done: the job, whose results they hold.
+        """Return the files of a task by name. done: the finished job whose results they hold; before, none is read.
 
         A slice without masked voxels is its own restoration, without any deviation.
         """

@@ -143,13 +143,15 @@ def result_files(
     samples: int = 1,
     more: Sequence[str] = (),
 ) -> dict[str, ResultFile]:
-    """Return what the files of restored slices hold, by name.
+    """Return the files of a task's restored slices, by name.
 
-    They are called as presets, and hold of several samples the mean; `spread_of(preset)` is their standard deviation,
-    which is no error, in the input's units, float32, 0 outside the mask.
+    A file with a preset's name holds the mean of its samples. `spread_of(preset)` holds their standard deviation, which
+    is no error, in the input's units: float32, 0 outside the mask.
 
-    read: gives a slice of one of them, by its name and the slice's index
-    more: what names of further files add to a preset's, as of BOUNDS
+    presets: their names
+    read: returns a slice of a file, given the file's name and the slice's index
+    samples: the number of samples of each slice
+    more: endings of further files, such as BOUNDS, which are added to each preset's name
     """
     kinds = {preset: (task.stack.dtype, preset) for preset in presets}
     kinds |= {spread_of(preset): (np.dtype(np.float32), preset) for preset in presets if samples > 1}

@@ -1,5 +1,5 @@
-"""How a volume is made: each kind of work that slices along its axes are, the files that these are kept in while a job
-runs, and what is fused of them along z."""
+"""The restoration of one volume: the kinds of work that replicas take, the files that these fill while a job runs, and
+the slices along z that are fused of these."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ TRACE = 1e-12  # of weight, so that a voxel without any other is restored, and n
 
 
 class Making:
-    """How one volume is made, and the files of what is made.
+    """The restoration of one volume, with the files that hold its parts.
 
-    modes    names of presets
-    samples  of each voxel in all
-    keeps    True if each of them is written
-    hidden   what is hidden in each round of its test, if it is tested
-    leads    True if this rank leads its replica, and writes
-    verdict  that of the test, once it is done
-    costs    of all works in each preset, once they are made
+    modes    Names of presets.
+    samples  The number of samples of each masked voxel, along all axes together.
+    keeps    True if each sample is written as a result of its own.
+    hidden   The regions that are hidden in each round of the test; empty without a test.
+    leads    True on the rank of a replica that judges and writes.
+    verdict  What is written of the volume: by its test, and before this is judged all axes with equal weights.
+    costs    The cost of each unit that the volume is made of, by preset; filled when all are made.
     """
 
     def __init__(
@@ -56,16 +56,17 @@ class Making:
         self.verdict = HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
 
     def groups(self, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """Slices along an axis, those that share the model's calls together."""
+        """Return the slices along an axis in groups that share the model's calls."""
         return evenly(indices, self.restorer.together(reoriented_shape(self.task.stack.shape, axis)[1:]))
 
     @property
     def read_along(self) -> list[str]:
-        """The axes along which slices are read: of a test also y, in which lines along z are seen."""
+        """The axes along which slices are read: for a test also z, and y, whose copy is read in windows."""
         wanted = {*self.volume.axes} | ({"y", "z"} if self.hidden else set())
         return [axis for axis in AXES if axis in wanted]
 
     def turned(self, axis: str) -> tuple[Reoriented, Reoriented]:
+        """Return the copies of the volume's voxels and of its mask whose slices lie along `axis`."""
         stack, name = self.task.stack, self.folder / f"{self.number}-{axis}"
         voxels = Reoriented(name.with_suffix(".voxels"), axis, stack.shape, stack.dtype)
         return voxels, Reoriented(name.with_suffix(".mask"), axis, stack.shape, np.dtype(bool))
@@ -77,7 +78,7 @@ class Making:
         return self.volume.read_mask(index) if axis == "z" else self.turned(axis)[1].read(index)
 
     def prepared(self, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Slices along an axis as they are given to the model, and their masks."""
+        """Return slices along an axis as the model gets them, and their masks."""
         masks = [self.mask(axis, index) for index in indices]
         pairs = zip(indices, masks, strict=True)
         return [prepare_slice(self.voxels(axis, index), mask, self.task.scale) for index, mask in pairs], masks
@@ -85,18 +86,22 @@ class Making:
     def draw(
         self, axis: str, sample: int, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str
     ) -> list[ItemSamples]:
-        """A sample of some slices, each axis with noise of its own; along z that of a job of this axis alone."""
+        """Return a sample of each of some slices, on all ranks of a replica.
+
+        Each axis has noise of its own; along z it is that of a job that restores along z alone.
+        """
         numbers = [sample + self.samples * AXES.index(axis)] * len(prepared)
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
     def file(self, name: str, axis: str = "z", sample: int = 0) -> Restored:
-        """Return the file of a sample in a preset, or of a method without a model, by its name."""
+        """Return the file of masked voxels of `name`: a preset, or a method without a model, which has no samples."""
         return Restored(self.folder / f"{self.number}-{name}-{axis}-{sample}.f32", axis, self.volume.statistics)
 
     def reader(self, hidden: Hidden | None = None) -> Callable[[Window], tuple[np.ndarray, np.ndarray]]:
-        """Return what reads a part of a tested volume, normalised, and of its mask with what is hidden: [Z, Y, X] each.
+        """Return a function that reads a window of a tested volume, for methods without a model.
 
-        They come from copies along y; those of a small volume are read once.
+        It returns the normalised voxels and the mask, with `hidden` added to it, [Z, Y, X] each. They come from the
+        copies along y, which are read once of a small volume.
         """
 
         def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
@@ -114,18 +119,21 @@ class Making:
 
     @cached_property
     def judged(self) -> list[np.ndarray]:
-        """The voxels that each round of the test is judged by, [P, 3]."""
+        """The voxels that each round of the test is judged by: indices z, y and x, int [P, 3] a round."""
         return [*map(self.volume.judged, self.hidden)]
 
     def intervals(self, index: int) -> Intervals | None:
-        """Those of a slice along z, of a volume that was tested."""
+        """Return the intervals of slice `index` along z; None without a test, unknown where it could not judge."""
         if not self.hidden:
             return None
         deep_YX = depth(self.volume.read_mask, index, self.volume.statistics.shape[0])
         return (self.verdict.intervals or Intervals.unknown()).at(deep_YX)
 
     def fused(self, seen: SliceReview, mode: str) -> ItemSamples:
-        """A slice along z: all its samples, with the PSNR of each, and themselves where they are kept."""
+        """Return a slice along z in a preset: the weighted mean of all that is taken, and the spread of its samples.
+
+        With them are the PSNR of each sample, and the samples themselves where they are kept.
+        """
         mask_YX, image_YX = seen.mask_YX, np.zeros(seen.mask_YX.shape)
         values_SP, weights_SP, drawn_SP = self._samples(seen.index, mode, mask_YX)
         mean_P, spread_P = fuse(values_SP, weights_SP, drawn_SP)
@@ -148,8 +156,11 @@ class Making:
         return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
 
     def _samples(self, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the masked voxels of a slice along z in all that is taken [S, P], their weights in the mean, and in
-        the deviation: of samples, or of methods without a model where none is drawn."""
+        """Return the masked voxels of a slice along z in all that is taken, and two sets of weights, [S, P] each.
+
+        The first weights are those of the mean; the second those of the deviation, which is that of samples, or that of
+        methods without a model where no samples are made.
+        """
         verdict, statistics, count = self.verdict, self.volume.statistics, int(mask_YX.sum())
         values, shares, drawn = [], [], []
         places = dict(zip(AXES, (np.full(count, index), *mask_YX.nonzero()), strict=True))
@@ -168,35 +179,35 @@ class Making:
         return np.stack(values), np.stack(shares), np.stack(drawn)
 
     def lines(self) -> list[str]:
-        """What the user is told of the verdict."""
+        """Return the lines that tell the user of the verdict."""
         where = f"{self.task.stack.name}, mask {self.task.mask.name}"
         return [self.verdict.line(where)] * self.volume.tested + [self.verdict.weights_line(where)]
 
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """Slices along an axis that one replica makes together. counted: whether the bar counts them."""
+    """A unit of a volume, which one replica makes."""
 
-    making: Making
-    axis: str
-    indices: tuple[int, ...]
-    counted: ClassVar[bool] = True
+    making: Making  # the volume
+    axis: str  # along which its slices lie
+    indices: tuple[int, ...]  # the numbers of these slices
+    counted: ClassVar[bool] = True  # the progress bar counts its slices
 
     @abstractmethod
     def run(self, queue: Queue) -> Made:
-        """Make it, on all ranks of a replica. Return what is saved of it, on the one that leads."""
+        """Make the unit, on all ranks of a replica. Return what the store keeps of it, on the rank that leads."""
 
 
 class Restoring(Work):
-    """Restores masked voxels, which go to `Restored` files."""
+    """A unit of the result: masked voxels, which go to `Restored` files; the store keeps their checksums."""
 
     @abstractmethod
     def results(self) -> dict[str, Restored]:
-        """By the names of presets, or of what a method without a model makes."""
+        """Return the files that it fills, by the names of presets, or by that of a method without a model."""
 
     @abstractmethod
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
-        """Whether results are made of it."""
+        """Return True if `verdict` gives it a part in what is written."""
 
     def sums(self) -> list[int]:
         """Return checksums of what was made, as it is on the disk."""
@@ -205,9 +216,9 @@ class Restoring(Work):
 
 @dataclass(frozen=True)
 class ByModel(Restoring):
-    """A sample of each slice, in every preset."""
+    """A unit of the model: a sample of each slice, in every preset."""
 
-    sample: int
+    sample: int  # its number
 
     def results(self) -> dict[str, Restored]:
         return {mode: self.making.file(mode, self.axis, self.sample) for mode in self.making.modes}
@@ -216,7 +227,7 @@ class ByModel(Restoring):
         return self.sample < samples_along(self.making.samples, verdict.axes).get(self.axis, 0)
 
     def run(self, queue: Queue) -> Made:
-        """As `Work.run`; in rows, of each preset the volume, its name and the cost."""
+        """Make the unit, as `Work.run`. Of each preset, a row holds the volume's number, the preset and the cost."""
         making, (prepared, masks) = self.making, self.making.prepared(self.axis, self.indices)
         queue.bar.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
         made = {mode: making.draw(self.axis, self.sample, prepared, masks, mode) for mode in making.modes}
@@ -232,9 +243,9 @@ class ByModel(Restoring):
 
 @dataclass(frozen=True)
 class Solved(Restoring):
-    """A method without a model, in slices along z, some rows of all of them at once."""
+    """A unit of a method without a model, in slices along z."""
 
-    method: str
+    method: str  # its name in METHODS
     counted = False
 
     def results(self) -> dict[str, Restored]:
@@ -250,6 +261,7 @@ class Solved(Restoring):
         return (("sums", np.array(self.sums())),)
 
     def write(self) -> None:
+        """Write the masked voxels of all slices, a stretch of their rows at a time, so that cells are solved once."""
         making, (file,) = self.making, self.results().values()
         mask_NYX = np.stack([making.mask("z", index) for index in self.indices])
         shape, read = making.volume.statistics.shape, making.reader()
@@ -267,14 +279,17 @@ class Solved(Restoring):
 
 @dataclass(frozen=True)
 class Trial(Work):
-    """What the test on hidden regions restores in a round, at the voxels that are judged: of the methods without a
-    model, which have no axis."""
+    """A unit of the test on hidden regions: the methods without a model in a round, which have no axis.
 
-    round: int
-    sample: int = 0
+    The store keeps what is restored of the voxels that the round is judged by.
+    """
+
+    round: int  # its number
+    sample: int = 0  # the number of the model's sample
 
     def run(self, queue: Queue) -> Made:
-        """As `Work.run`. Arrays: what methods made of the voxels [P], NaN where nothing, by their names."""
+        """Make the unit, as `Work.run`. By its name, each method's array holds all judged voxels, float64 [P]; NaN
+        where it restores nothing."""
         if not self.making.leads:
             return ()
         points_P3, shape = self.making.judged[self.round], self.making.volume.statistics.shape
@@ -283,9 +298,11 @@ class Trial(Work):
 
 
 class SliceTrial(Trial):
-    """Of the model: a sample of each slice, at the voxels that are judged in these."""
+    """A unit of the test on hidden regions: a sample of the model of each tested slice in a round."""
 
     def run(self, queue: Queue) -> Made:
+        """Make the unit, as `Work.run`. The array OWN holds the judged voxels in these slices, float64 [P]; NaN where
+        nothing is restored. Of each preset, a row holds the volume's number, the preset and the time."""
         making, hidden, reads = self.making, self.making.hidden[self.round], partial(self.making.mask, self.axis)
         masks = {index: reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices}
         masks = {index: mask for index, mask in masks.items() if not mask.all()}
@@ -311,9 +328,9 @@ class SliceTrial(Trial):
 
 
 def works_of(making: Making) -> list[Work]:
-    """Return all that may have to be made of a volume, in an order that depends on the job's settings and masks alone.
+    """Return all units that a volume may need. Their order depends on the job's settings and masks alone.
 
-    Of the test first what methods without a model make, then each sample of the model.
+    The test is first: its methods without a model, then each sample of the model.
     """
     volume, works, groups = making.volume, list[Work](), making.groups
     rounds = [*enumerate(making.hidden)]

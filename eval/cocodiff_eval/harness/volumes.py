@@ -1,5 +1,5 @@
-"""Volumes among a job's tasks: slices along several axes are restored one by one, a test on hidden regions first, and
-fused slice by slice along z.
+"""The restoration of volumes among a job's tasks. A test on hidden regions comes first; then slices along several axes
+are restored, and fused slice by slice along z.
 
 Every restored slice goes to a file of its sample and axis, which holds the masked voxels alone. So a replica takes any
 slice of any axis, a start that goes on finds what is there, and no more is in memory than the slices that share calls,
@@ -31,16 +31,20 @@ FUSED_TOGETHER = 8  # slices along z in a batch
 
 
 class Volumes(Presets):
-    """How a job's volumes are made before its batches; without any, batches are made as by `Presets`.
+    """The restoration of a job's volumes, before its batches. Without volumes, batches are made as `Presets` does.
 
-    of      how each volume is made, by the number of its task
-    works   the units of all of them
+    of      The restoration of each volume, by the number of its task.
+    works   The units that the volumes may need.
     """
 
     def __init__(
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
-        """hidden: what is hidden of tested volumes in each round, by the numbers of their tasks"""
+        """Take the volumes among `tasks`.
+
+        restorer: restores slices with the model
+        hidden: the regions that are hidden in each round of a volume's test, by the number of its task
+        """
         super().__init__(session.prepared.presets, session.exact)
         self.quiet, self.store = session.prepared.values["quiet"], session.prepared.output.store
         self.of = {
@@ -56,14 +60,17 @@ class Volumes(Presets):
         return not isinstance(work, Restoring) or work.sums() == made["sums"].tolist()
 
     def batches(self, number: int) -> list[Batch]:
-        """The masked slices of a volume along z, which are fused when those along all axes are there."""
+        """Return the masked slices of a volume along z in batches, which are fused when all units are made."""
         making = self.of[number]
         masked = [index for index, has_mask in enumerate(making.task.mask.masked) if has_mask]
         groups, samples = evenly(masked, FUSED_TOGETHER), tuple(range(making.samples))
         return [Batch(number, group, False, samples, making.samples, fused=True) for group in groups]
 
     def run(self, queue: Queue, first: int) -> None:
-        """Test, decide and restore, on all ranks."""
+        """Test the volumes, decide what is written of each, and restore that, on all ranks.
+
+        The first sample of the test is judged first. Further ones are made unless the model is hopelessly behind.
+        """
         if not self.of:
             return
         whole, makings = queue.replica.whole, self.of.values()
@@ -103,12 +110,15 @@ class Volumes(Presets):
             self.of[number].costs.setdefault(mode, []).append(Cost(**cost))
 
     def _wanted(self, first: int) -> dict[int, Restoring]:
-        """The works that results are made of, by the numbers of their units."""
+        """Return the units that the verdicts give a part in what is written, by their numbers."""
         works = {first + n: work for n, work in enumerate(self.works) if isinstance(work, Restoring)}
         return {number: work for number, work in works.items() if work.is_wanted(work.making.verdict)}
 
     def _judged(self, making: Making, tests: Mapping[int, Trial]) -> HiddenRegionReport:
-        """Return what some tests have shown of a volume, by the numbers of their units."""
+        """Return the verdict on a volume by some finished units of tests, which may be of other volumes too.
+
+        tests: by the numbers of their units
+        """
         if not making.hidden:
             return making.verdict
         rounds = [HiddenRound(hidden, making.volume, making.task, making.samples) for hidden in making.hidden]
@@ -121,5 +131,5 @@ class Volumes(Presets):
 
 
 def _run(queue: Queue, works: Mapping[int, Work]) -> None:
-    """Make and save some works, by the numbers of their units, on all ranks."""
+    """Make and save some units, given by their numbers, on all ranks."""
     queue.run({number: partial(work.run, queue) for number, work in works.items()})
