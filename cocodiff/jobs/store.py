@@ -1,4 +1,4 @@
-"""What a job has finished so far, kept with its unfinished results, so that another start can go on.
+"""A store of what a job has finished so far, beside its unfinished results, so that another start can go on.
 
 A job is a list of units of work: batches of slices, prompts, trials. What a unit makes is one file, which is written
 beside and renamed into place. A unit is done when its file is there and can be read; one whose file is damaged or gone
@@ -26,11 +26,11 @@ _HEADER = "job.json"
 
 
 class Kept(NamedTuple):
-    """How much of a job is finished: `done` of `total` slices or prompts, as `unit` says."""
+    """The part of a job that is finished."""
 
-    done: int
+    done: int  # slices, samples or prompts; 0 where units are finished that count as none, such as those of a test
     total: int
-    unit: str
+    unit: str  # "slices", "samples" or "prompts"
 
     def __str__(self) -> str:
         return f"{self.done} of {self.total} {self.unit}"
@@ -74,11 +74,11 @@ class Store:
 
     def kept(self) -> Kept | None:
         """Return how much is finished; None where no unit is."""
-        header, finished = self.header(), self.finished()
-        if header is None or not finished:
+        header = self.header()
+        if header is None:
             return None
-        done = sum(header["counts"][number] for number in finished if number < len(header["counts"]))
-        return Kept(done, header["total"], header["unit"]) if done else None
+        done = [header["counts"][number] for number in self.finished() if number < len(header["counts"])]
+        return Kept(sum(done), header["total"], header["unit"]) if done else None
 
     @property
     def is_damaged(self) -> bool:

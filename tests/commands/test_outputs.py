@@ -305,14 +305,16 @@ def test_the_ranks_of_a_killed_run_are_waited_for(tmp_path: Path) -> None:
 
 def test_every_batch_is_claimed_once_and_damaged_files_are_not_whole(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.begin({"seed": 0}, [1, 1, 2, 3], 9, "slices", overwrite=False)
+    store.begin({"seed": 0}, [1, 1, 2, 3, 0], 9, "slices", overwrite=False)
     claims = store.open_claims()
     assert [store.claim(claims, number) for number in (0, 1, 0, 1, 2)] == [True, True, False, False, True]
     assert store.kept() is None
+    store.add(4, ())
+    assert str(store.kept()) == "0 of 9 slices"
     for number in (2, 3):
         store.add(number, [("rows", [number]), ("slice", np.arange(9))])
     (store.folder / "1.npz.partial").write_text("{")  # another replica is about to write the rest
-    assert str(store.kept()) == "5 of 9 slices" and store.finished() == {2, 3}
+    assert str(store.kept()) == "5 of 9 slices" and store.finished() == {2, 3, 4}
     assert store.rows([3, 2]) == [3, 2] and store.open(2)["slice"].sum() == 36
     whole = (store.folder / "3.npz").read_bytes()
     for place in range(0, len(whole), 1 if thorough() else 7):

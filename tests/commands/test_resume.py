@@ -162,6 +162,12 @@ def test_what_is_damaged_or_gone_is_made_again_and_no_more(jobs: Jobs, command: 
         assert not job.wrong, job.wrong
 
 
+def test_what_methods_without_a_model_have_made_for_a_test_is_kept(jobs: Jobs) -> None:
+    job = jobs.job("tested", "volume")
+    job.kill_when_noted(3)
+    assert "going on: 0 of " in job.go_on() and not job.wrong
+
+
 def test_a_disk_with_too_little_room_is_named_before_anything_is_made(
     scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
