@@ -1,4 +1,5 @@
-"""Volumes, slices and masks, in every format. Below: the words of `--format`, for those who may not import NumPy."""
+"""The formats of volumes, slices and masks. The words of `--format` stand here, as reading them must not import
+NumPy."""
 
-SAME = "same"  # that of the input, TIFF for PNG
+SAME = "same"  # the input's own format; TIFF if the input is PNG
 WRITTEN = ("tiff", "sequence", "zarr", "h5", "npy", "mrc")
