@@ -225,7 +225,6 @@ NOT_YET = (
     "cocodiff.jobs",
     "cocodiff_eval.cli",
     "cocodiff_eval.harness",
-    "cocodiff_eval.quality",
     "cocodiff_eval.report",
     "cocodiff_eval.restore",
 )
