@@ -75,6 +75,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     config = Config.preset("flat", **engine_settings(values))
 
     def imports() -> None:
+        """Import what ranks need before they are forked, so that they share it."""
         if not values["quiet"]:
             note("importing torch and diffusers")
         import cocodiff_eval.harness.training  # noqa: F401  before ranks are forked, so that they share it

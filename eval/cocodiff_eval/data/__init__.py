@@ -2,4 +2,4 @@
 NumPy."""
 
 SAME = "same"  # the input's own format; TIFF if the input is PNG
-WRITTEN = ("tiff", "sequence", "zarr", "h5", "npy", "mrc")
+WRITTEN = ("tiff", "sequence", "zarr", "h5", "npy", "mrc")  # formats that results can be written in

@@ -180,12 +180,12 @@ def write_volume(
 def open_volume(path: str, follow_links: bool = False) -> Stack:
     """Open a slice or a stack. No voxels are read yet, except from PNG, which has no random access.
 
-    Raise UserError for a missing, unreadable or unsupported file, for data that are not grey and 2-D or 3-D, and for
-    slices that do not fit in this machine's memory.
+    Raise UserError for a missing, unreadable or unsupported file, and for data that are not grey and 2-D or 3-D. Raise
+    it also for slices that do not fit in this machine's memory.
 
     Args:
-        path: a PNG, TIFF, MRC or NumPy file, a folder of TIFF files or a pattern of their names, HDF5 as
-            `file.h5:/dataset`, or Zarr as `store.zarr` or `store.zarr:/image`.
+        path: a PNG, TIFF, MRC or NumPy file, or a folder of TIFF files or a pattern of their names. HDF5 is named as
+            `file.h5:/dataset`, and Zarr as `store.zarr` or `store.zarr:/image`.
         follow_links: True to read other files that an HDF5 file names.
     """
     path = str(path)

@@ -376,6 +376,8 @@ class _HdfStream(io.FileIO):
     fault: OSError | None = None  # the first error of a write; nothing is written after it
 
     def write(self, data: Any) -> int:
+        """Write bytes, and claim to have written all of them even if that fails. Nothing is written after the first
+        error."""
         left = memoryview(data)
         try:
             while left and self.fault is None:

@@ -348,8 +348,8 @@ def compare_truth(
 def likeness(truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange) -> str:
     """Return a phrase that says why a truth differs from the known voxels of its input; "" if no reason is found.
 
-    At most four slices are compared, without outliers. The truth may look mirrored, turned by 180 degrees or scaled, if
-    that halves the squared difference, or may have little in common with the input.
+    At most four slices are compared, without outliers. A truth looks mirrored, turned by 180 degrees or scaled if
+    undoing that halves the squared difference. Otherwise it may have little in common with the input.
     """
     last = len(stack) - 1
     numbers = sorted({at for part in (1, 3) for at in (last * part // 8, last - last * part // 8)})

@@ -237,7 +237,8 @@ def check_rim(stack: Stack, mask: Mask) -> list[str]:
     else [].
 
     The stored voxels under the mask and around it are read in a few slices. A known voxel looks like what is covered if
-    it is nearer to the median under the mask than to all but one in a hundred of the voxels farther away than RIM.
+    it is nearer to the median under the mask than to the range of the voxels farther away than RIM. That range leaves
+    out a hundredth at each end.
     """
     from scipy.ndimage import distance_transform_cdt
 

@@ -34,10 +34,9 @@ FIRST_VERSION = 20140  # the first version number of MRC2014
 
 
 def open_mrc(file: str) -> Stack:
-    """Open an MRC file as a volume, whose voxels are mapped to memory.
+    """Open an MRC file as a volume, whose voxels are mapped to memory. The library mrcfile must be installed.
 
-    Raise UserError for a file that is not MRC2014, for axes in another order than sections, rows, columns, and if the
-    library mrcfile is not installed.
+    Raise UserError for a file that is not MRC2014, and for axes in another order than sections, rows, columns.
     """
     import mrcfile
 

@@ -83,9 +83,9 @@ def open_node(store: str, *parts: str) -> Any:
 def open_zarr(store: str, inner: str) -> Stack:
     """Open an array, or level 0 of a multiscale image, as a volume. No voxels are read yet.
 
-    Axes before slices, rows and columns (time, channel) must have length 1. Raise UserError for a node that is neither,
-    for axes in another order, for malformed metadata of an image, and for chunks that do not fit in this machine's
-    memory.
+    Axes before slices, rows and columns (time, channel) must have length 1. Raise UserError for axes in another order,
+    for malformed metadata, and for a node that is neither an array nor an image. Raise it also for chunks that do not
+    fit in this machine's memory.
 
     Args:
         store: the store's folder.
@@ -125,6 +125,7 @@ def open_zarr(store: str, inner: str) -> Stack:
         return found if ndim == 3 else found[None]
 
     def checked(index: int) -> np.ndarray:
+        """Return a slice, or raise a UserError that names it."""
         with reading(f"{path}: slice {index} cannot be read", "copy or save it again"):
             return kept(index)
 

@@ -434,8 +434,8 @@ def _ends(option: str, word: str, side: int, volume: Stack) -> tuple[int, int]:
 def matched(volume: Stack, of: Stack) -> Stack:
     """Return the part of a mask or a truth that belongs to an input.
 
-    If the input `of` is a region, and `volume` has the shape of its whole volume or of a slice of that, the same region
-    is returned. Otherwise `volume` is returned unchanged.
+    Only if the input `of` is a region, and `volume` has the shape of its whole volume or of a slice of that, it is the
+    same region. Otherwise `volume` is returned unchanged.
     """
     region, whole = of.region, of.whole
     if region is None or whole is None or volume.shape[1:] != whole[1:]:

@@ -198,14 +198,14 @@ def hide(
 ) -> tuple[Hidden, ...]:
     """Choose the hidden regions of all rounds of a test; empty if nothing can be hidden.
 
-    Regions are connected parts of the mask, chosen at random by their size. They are cut to halves, quarters or eighths
-    of the volume's sides if fewer than two find a place, or parts of less than half of the mask. Along a side that they
-    span they are never cut.
+    Regions are connected parts of the mask, chosen at random by their size. If fewer than two find a place, or parts of
+    less than half of the mask, they are cut. Parts are then at most a half, a quarter or an eighth of the volume's
+    sides. Along a side that they span they are never cut.
 
     The first rounds have up to 24 regions in a lattice, and there are two such rounds if one has fewer than 12 regions.
     Of 16 random lattices the one that hides the most known cells is taken. A cell counts more if no earlier round has
-    hidden it, and if the surroundings of its region look like those of its part of the mask. The other rounds have
-    regions anywhere.
+    hidden it. It also counts more if the surroundings of its region look like those of its part of the mask. The other
+    rounds have regions anywhere.
 
     Args:
         slices: number of tested slices along each axis of `along`, in all lattices together.

@@ -119,15 +119,19 @@ def _row(lines: Sequence[Line]) -> Row:
     """Return the row for the lines of one point, mask and number of steps."""
 
     def over(value: Callable[[Line], float | None]) -> Spread | None:
+        """Return the spread of a value over the lines."""
         return Spread.of([value(line) for line in lines])
 
     def minus(line: Line, name: str) -> float | None:
+        """Return the difference of a line's value from its exact run's; None if unknown."""
         return None if line[name] is None else line[name] - line["exact"][name]
 
     def sent(line: Line, kind: str = "bytes") -> int:
+        """Return a line's bytes over all links."""
         return sum((line[kind] if kind == "bytes" else line.get(kind, {})).values())
 
     def part(count: int, whole: int) -> float | None:
+        """Return a fraction; None if the whole is 0."""
         return count / whole if whole else None
 
     return Row(

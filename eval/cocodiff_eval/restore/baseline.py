@@ -24,8 +24,8 @@ def biharmonic(image01_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
     """Return a normalised slice whose masked voxels are restored by scikit-image's `inpaint_biharmonic`; float64 [Y,
     X].
 
-    Voxels under the mask are never read, and may be NaN. If the largest connected hole has more than 400 x 400 voxels,
-    the slice is solved at half the resolution, repeatedly if needed, and interpolated back. Known voxels are unchanged.
+    Voxels under the mask are never read, and may be NaN. Known voxels are unchanged. While the largest connected hole
+    has more than 400 x 400 voxels, the resolution is halved, and the result is interpolated back.
     """
     known01_YX = np.where(mask_YX, 0.0, image01_YX).astype(np.float64)
     if not mask_YX.any():

@@ -134,14 +134,17 @@ def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor]
     shapes: list[tuple[int, ...]] = []
 
     def still(*args: Any, **kwargs: Any) -> _Output:
+        """Return zeros of the shape of a transformer's latents, in its place."""
         sample = kwargs.get("hidden_states", args[0] if args else next(iter(kwargs.values()), None))
         return _Output([tree_map(torch.zeros_like, sample)])
 
     def step(_: Any, __: Any, sample: Tensor, *args: Any, **kwargs: Any) -> _Output:
+        """Note the shape of the latents, and return those of `latents`, in the scheduler's place."""
         shapes.append(tuple(sample.shape[1:]))
         return _Output([latents(sample)])
 
     def decode(vae_B: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Raise `_Decoded` with what the VAE gets, in the VAE's place."""
         raise _Decoded(vae_B)
 
     with ExitStack() as undo:
@@ -176,6 +179,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
     scheduled = False
 
     def begin() -> None:
+        """Replace the first latents by noised known ones, once both the latents and the schedule are there."""
         # Some pipelines sample latents before they ask for the schedule, others after it.
         if first is not None and scheduled and start:
             image, noise = level_of(scheduler, ran)
@@ -183,6 +187,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
     @functools.wraps(own_prepare)
     def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        """Prepare latents as the pipeline does, and remember them."""
         nonlocal first
         prepared = own_prepare(*args, **kwargs)
         first = prepared[0] if isinstance(prepared, tuple) else prepared
@@ -191,6 +196,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
     @functools.wraps(own_set)
     def set_timesteps(*args: Any, **kwargs: Any) -> None:
+        """Set the schedule as the scheduler does, without its first `start` steps."""
         nonlocal scheduled
         own_set(*args, **kwargs)
         scheduler.timesteps = scheduler.timesteps[start:]
@@ -201,6 +207,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
     @functools.wraps(own_step)
     def step(output: Tensor, time: Any, sample: Tensor, *args: Any, **kwargs: Any) -> _Output:
+        """Step as the scheduler does, then put known latents in place of the generated ones."""
         nonlocal ran
         before = level_of(scheduler, ran)
         made = own_step(output.float(), time, sample.float(), *args, **kwargs)

@@ -26,8 +26,8 @@ def schedule_at(steps: int, strength: float) -> tuple[int, float]:
     """Return `num_inference_steps` and `strength` with which a diffusers pipeline runs `steps_at(steps, strength)`
     steps.
 
-    Flow-matching pipelines drop int(n - n x strength) of n steps. Half a step less than k / n is in the middle of the
-    values that leave k, so rounding of the product cannot add or remove a step.
+    Flow-matching pipelines drop int(n - n x strength) of n steps. To leave k steps, (k - 1/2) / n is returned. It is in
+    the middle of the values that do so, so rounding of the product cannot add or remove a step.
     """
     if strength >= 1:
         return steps, 1.0

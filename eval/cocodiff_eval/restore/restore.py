@@ -74,8 +74,8 @@ def restore_slices(
 ) -> list[np.ndarray]:
     """Return slices of any size with their masked voxels restored; float32 [Y, X] each. Known voxels equal the image's.
 
-    Tiles of several slices share a call of the model. In each round the first unfinished slice is called, and with it
-    those after it whose next tiles run at the same strength, as long as there are at most `batch` tiles. So the calls
+    Tiles of several slices share a call of the model. In each round the call has the next tiles of the first unfinished
+    slice. Tiles of the slices after it are added if they run at the same strength, up to `batch` tiles. So the calls
     depend on masks and `batch` only.
 
     A model of videos takes slices of the same sample for frames, in the given order. These share one plan, made for all
