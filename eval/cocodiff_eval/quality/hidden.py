@@ -59,8 +59,8 @@ class Hidden:
     """The hidden regions of one round."""
 
     pieces: tuple[Piece, ...]  # the regions
-    # for each axis the numbers of the slices along it that the model restores, ascending; empty in rounds of methods
-    # without a model
+    # For each axis the numbers of the tested slices along it, ascending; empty in rounds of methods without a model.
+    # The model restores only those along the axes that the job restores slices along.
     tested: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cut: bool = False  # True if regions are smaller than the mask's parts, so that errors are underestimated
 
@@ -71,8 +71,11 @@ class Hidden:
         return start_N3, start_N3 + side_N3
 
     def numbers(self, points_P3: np.ndarray) -> np.ndarray:
-        """Return the number of the region that each voxel is in, int [P]. `points_P3` holds voxels' indices [z, y,
-        x]."""
+        """Return the number of the region that each voxel is in, int [P].
+
+        Args:
+            points_P3: indices [z, y, x] of the voxels.
+        """
         found_P = np.zeros(len(points_P3), int)
         for number, (first_3, end_3) in enumerate(zip(*self._ends_N2, strict=True)):
             found_P[((points_P3 >= first_3) & (points_P3 < end_3)).all(axis=1)] = number
@@ -115,7 +118,7 @@ class Survey:
 
     @classmethod
     def of(cls, read: Reader, read_mask: Reader, shape: Triple) -> Survey:
-        """Survey a volume, which is read once.
+        """Return the survey of a volume, which is read once.
 
         Args:
             read: gives a slice of the volume along z.

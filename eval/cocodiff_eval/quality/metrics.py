@@ -268,7 +268,8 @@ class Result:
     # half the width of the 90 % intervals, mean over masked voxels, in units of the range of intensities; None without
     # intervals
     uncertainty: float | None = _field(mean, default=None)
-    baseline: Mapping[str, Any] | None = None  # psnr_db, ssim, mse and seconds of the biharmonic result
+    # psnr_db, ssim, mse, seconds, frc and resolution of the biharmonic result
+    baseline: Mapping[str, Any] | None = None
     frc: Sequence[float | None] | None = _field(mean_curve, default=None)  # `ring_correlation` of each ring
     resolution: float | None = _field(mean, default=None)  # finest period in voxels that is restored; None if unknown
     # A mapping for each step of a lossy run. V-Major: the mean relative change of v, and the fraction of tokens that
