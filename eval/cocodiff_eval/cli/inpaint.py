@@ -1,5 +1,4 @@
-"""The command `cocodiff inpaint`: restores masked regions of slices on any number of ranks, and measures their
-quality."""
+"""The command `cocodiff inpaint`: restores masked regions of slices on any number of ranks, and measures quality."""
 
 from __future__ import annotations
 

@@ -114,8 +114,7 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> t
 
 
 def check_point(point: Point, topology: Topology) -> None:
-    """Raise UserError for a ring that does not divide the ranks, and for `chunks: auto` on a machine without a
-    table."""
+    """Raise UserError for a ring that does not divide the ranks, or `chunks: auto` on a machine without a table."""
     from cocodiff.topology.axes import Mesh
 
     try:
@@ -135,8 +134,7 @@ def job(tasks: list[Any], grid: Grid, session: Session) -> Any:
 
 
 def report(folder: Path) -> None:
-    """Draw the picture of a finished sweep again, and print its tables. Raise UserError if the folder has no
-    results."""
+    """Draw the picture of a finished sweep again, and print its tables. Raise UserError if there are no results."""
     from cocodiff.jobs.folder import storage_faults
     from cocodiff_eval.report.sweeps import PARETO, read_rows, save_pareto, told
 

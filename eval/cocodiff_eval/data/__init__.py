@@ -1,4 +1,4 @@
-"""The formats of volumes, slices and masks. The words of `--format` stand here, as reading them must not import
+"""The formats of volumes, slices and masks. The words of `--format` stand here, so that reading them imports no
 NumPy."""
 
 SAME = "same"  # the input's own format; TIFF if the input is PNG

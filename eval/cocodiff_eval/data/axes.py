@@ -17,8 +17,7 @@ NO_SPACE = {"t", "time", "times", "timepoint", "timepoints", "c", "channel", "ch
 
 
 def axes_of(given: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return axes as dictionaries that have a `name`. They are given as names or, as in NGFF from 0.4 on, as
-    mappings."""
+    """Return axes, given as names or as NGFF's mappings (from 0.4 on), as dictionaries that have a `name`."""
     return [dict(one) if isinstance(one, Mapping) else {"name": one} for one in given or ()]
 
 

@@ -376,8 +376,7 @@ class _HdfStream(io.FileIO):
     fault: OSError | None = None  # the first error of a write; nothing is written after it
 
     def write(self, data: Any) -> int:
-        """Write bytes, and claim to have written all of them even if that fails. Nothing is written after the first
-        error."""
+        """Write bytes, unless a write has failed before. Return their number in any case."""
         left = memoryview(data)
         try:
             while left and self.fault is None:
@@ -532,8 +531,7 @@ def _find_scales(axis: Any) -> list[Any]:
 
 
 def _own_sources(dataset: Any) -> Iterator[Any]:
-    """Yield the datasets of the same file that a virtual dataset is made of, directly or through other virtual
-    datasets."""
+    """Yield the datasets of the same file that a virtual dataset is made of, also through other virtual ones."""
     for other, path, _ in _sources(dataset):
         if other == "." and (source := _try(dataset.file, path, True)) is not None:
             yield from (source, *_own_sources(source))
@@ -553,8 +551,7 @@ def _is_kept(node: Any, old: Any, restored: Collection[Any]) -> bool:
 
 
 def _copy_attributes(old: Any, new: Any, without: Collection[str] = ()) -> None:
-    """Copy attributes except those named in `without`, and except references to objects, which are invalid in another
-    file."""
+    """Copy attributes but those in `without` and references to objects, which are invalid in another file."""
     for name in [name for name in old.attrs if name not in without]:
         with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py lacks
             stored = old.attrs.get_id(name).get_type().copy()

@@ -20,8 +20,7 @@ _TAPS = (0.125, 0.375, 0.375, 0.125)  # binomial (1, 3, 3, 1): enough smoothing 
 
 
 def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
-    """Return weighted sums of four neighbours at every second place along `axis`. Values beyond the ends count as
-    zero."""
+    """Return weighted sums of four neighbours at every second place along `axis`, with zeros beyond the ends."""
     values = np.moveaxis(values, axis, 0)
     even = len(values) + len(values) % 2
     padded = np.pad(values, [(1, even + 1 - len(values)), (0, 0)])
@@ -55,8 +54,8 @@ def _double(values: np.ndarray, axis: int, length: int) -> np.ndarray:
 
 
 def upsample(image_YX: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return an image interpolated linearly to the next finer level of `shape`. Samples lie where `downsample` took
-    them from."""
+    """Return an image interpolated linearly to the next finer level of `shape`, with samples placed as in
+    `downsample`."""
     return _double(_double(image_YX, 0, shape[0]), 1, shape[1])
 
 
@@ -113,20 +112,17 @@ class IntensityRange:
 
     @property
     def scale(self) -> float:
-        """The input units per normalised unit. It is 1 for a range of zero, so that a constant image is divided by
-        one."""
+        """The input units per normalised unit; 1 for a range of zero, so that a constant image can be divided."""
         return self.high - self.low if self.high > self.low else 1.0
 
     @property
     def limits01(self) -> tuple[float, float]:
-        """The smallest and the largest normalised value that a restoration may have: 0 and 1, or the data's extremes
-        beyond them."""
+        """The least and the largest normalised value of restorations: 0 and 1, or the data's extremes beyond them."""
         low, high = self.extremes or (self.low, self.high)
         return min(0.0, (low - self.low) / self.scale), max(1.0, (high - self.low) / self.scale)
 
     def normalise(self, image_YX: np.ndarray) -> np.ndarray:
-        """Return an image as float64 in which `low` is 0 and `high` is 1. Outliers and masked voxels may lie outside
-        [0, 1]."""
+        """Return an image as float64 with `low` as 0 and `high` as 1. Outliers and masked voxels may lie beyond."""
         return (image_YX.astype(np.float64) - self.low) / self.scale
 
     def known01(self, image: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -138,8 +134,7 @@ class IntensityRange:
         return np.clip(self.normalise(known), 0.0, 1.0)
 
     def denormalise(self, image01_YX: np.ndarray) -> np.ndarray:
-        """Return a normalised image in the input's units, as float64. If the range is zero, every voxel becomes its one
-        value."""
+        """Return a normalised image in the input's units, float64. A range of zero gives its one value."""
         return image01_YX.astype(np.float64) * (self.high - self.low) + self.low
 
 
@@ -232,8 +227,7 @@ def _read_known(stack: Stack, mask: Mask, index: int) -> tuple[np.ndarray, np.nd
 
 
 def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, float]) -> tuple[tuple[float, float], int]:
-    """Return the smallest and the largest known voxel between two intensities, and the number of known voxels beyond
-    them."""
+    """Return the smallest and the largest known voxel between two intensities, and the number beyond them."""
     low, high, beyond = np.inf, -np.inf, 0
     for index in progress(range(len(stack)), f"reading {stack.name} again"):
         if index in mask.full:

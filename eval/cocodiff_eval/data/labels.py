@@ -21,8 +21,7 @@ LABELS = "labels"  # the group of label images beside the levels
 
 
 class LabelStore(ZarrStore):
-    """A label image in a store of results. Its smaller levels take every second voxel, as the mean of two labels is no
-    label."""
+    """A label image in a store of results. Its smaller levels take every second voxel, as labels have no mean."""
 
     def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
         return self.get(above, self.step[0] * index)[::2, ::2]
@@ -85,8 +84,7 @@ def _write_label(store: Path, name: str, label: NewVolume) -> None:
 
 
 def _label_of(volume: Stack, name: str) -> Stack:
-    """Return a label image of a Zarr input's own store, cut to the input's region. Raise UserError if it cannot be
-    cut."""
+    """Return a label image of a Zarr input's own store, cut to the region. Raise UserError if it cannot be cut."""
     details = volume.metadata.details
     label = matched(open_zarr(details["store"], inside(details["inner"], LABELS, name)), volume)
     if volume.region is not None and label.region is None:

@@ -1,5 +1,4 @@
-"""Masks: boolean images that are True for voxels to restore. They are generated (`block`, `center`) or read from a
-file."""
+"""Masks: boolean images, True for voxels to restore. They are generated (`block`, `center`) or read from a file."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class Mask:
     remarks: Sequence[str] = ()  # lines for the user, such as on a voxel size that differs from the stack's
 
     def read(self, index: int) -> np.ndarray:
-        """Return the voxels to restore in slice `index`, boolean [Y, X]. There are none in a slice that is masked
-        wholly."""
+        """Return the voxels to restore in slice `index`, boolean [Y, X]; none if it is masked wholly."""
         return np.zeros(self.shape[1:], bool) if index in self.full else self.reader(index)
 
 
@@ -98,8 +96,7 @@ def depth(read: Reader, index: int, slices: int) -> np.ndarray:
 
 
 def depth_in(mask_YX: np.ndarray) -> np.ndarray:
-    """Return the distance in voxels of each masked voxel of one slice from the nearest known one in it; float64 [Y,
-    X]."""
+    """Return the distance in voxels of each masked voxel of a slice from the nearest known one; float64 [Y, X]."""
     from scipy.ndimage import distance_transform_edt
 
     return np.full(mask_YX.shape, float(FAR)) if mask_YX.all() else np.asarray(distance_transform_edt(mask_YX))
@@ -163,8 +160,7 @@ def make_mask(
 def _mask_from_file(
     volume: Stack, stack: Stack, progress: Progress, along_z: bool, grow: int, invert: bool | None
 ) -> Mask:
-    """Return the mask that an open mask file gives for a stack. Raise UserError if its shape or its values do not
-    fit."""
+    """Return the mask for a stack from an open file. Raise UserError if its shape or its values do not fit."""
     if volume.shape[1:] != stack.shape[1:] or (volume.ndim == 3 and volume.shape != stack.shape):
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
@@ -192,8 +188,7 @@ def _mask_from_file(
 def _check_values(
     volume: Stack, read: Reader, progress: Progress, along_z: bool, invert: bool | None
 ) -> tuple[tuple[bool, ...], frozenset[int]]:
-    """Return for each slice whether it has voxels to restore and voxels to keep, and the numbers of the slices masked
-    wholly.
+    """Return which slices have both voxels to restore and voxels to keep, and the numbers of those masked wholly.
 
     Raise UserError for values that are no mask.
 
@@ -233,12 +228,11 @@ def _check_values(
 
 
 def check_rim(stack: Stack, mask: Mask) -> list[str]:
-    """Return a remark for the user if a mask seems too small, since known voxels beside it look like what it covers;
-    else [].
+    """Return a remark for the user if known voxels beside a mask look like what it covers, else [].
 
-    The stored voxels under the mask and around it are read in a few slices. A known voxel looks like what is covered if
-    it is nearer to the median under the mask than to the range of the voxels farther away than RIM. That range leaves
-    out a hundredth at each end.
+    The mask is then probably too small. The stored voxels under the mask and around it are read in a few slices. A
+    known voxel looks like what is covered if it is nearer to the median under the mask than to the range of the voxels
+    farther away than RIM. That range leaves out a hundredth at each end.
     """
     from scipy.ndimage import distance_transform_cdt
 

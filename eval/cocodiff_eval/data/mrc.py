@@ -110,8 +110,7 @@ def _new_header(new: NewVolume) -> np.ndarray:
 
 
 def _move(header: np.ndarray, new: NewVolume) -> None:
-    """Change a header so that it describes a region of its volume, in shape and position. A cell larger than the volume
-    stays."""
+    """Change a header to the shape and the position of a region. A cell larger than the volume stays."""
     (stamp, flags), intervals = header["imod"], header["intervals"].copy()
     standard = header["version"] >= FIRST_VERSION or stamp != IMOD_STAMP or flags & STANDARD_ORIGIN
     first, count = (np.array(numbers[::-1]) for numbers in (start_of(new.region), new.shape))

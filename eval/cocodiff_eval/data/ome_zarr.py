@@ -46,8 +46,7 @@ _STORE = re.compile(r"^(?P<store>.+?\.zarr):*(?:/(?P<inner>.*))?$", re.IGNORECAS
 
 
 def split_store(path: str) -> tuple[str, str] | None:
-    """Return the store and the path inside it for `store.zarr:/path` or `store.zarr/path`; None if a path names no
-    store."""
+    """Return the store and the path inside it for `store.zarr:/path` or `store.zarr/path`; None for other paths."""
     match = _STORE.match(path.rstrip("/"))
     if match is not None and is_folder(match["store"]):
         return match["store"], (match["inner"] or "").strip("/")

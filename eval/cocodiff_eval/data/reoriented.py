@@ -72,8 +72,7 @@ class MaskStatistics:
 
     @cached_property
     def starts(self) -> dict[str, np.ndarray]:
-        """The positions, by axis, of masked voxels that are stored in the order of slices along that axis, rows and
-        columns.
+        """The positions, by axis, of masked voxels that are stored in the order of slices, rows and columns.
 
         For y and x it is where the voxels of each slice along the axis begin in each slice along z, int64 [N, Z]. For z
         it is where each slice begins, [N, 1].
@@ -138,8 +137,7 @@ def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatc
 
 @dataclass(frozen=True)
 class Restored:
-    """A file with a float32 for each masked voxel, restored in slices along an axis. Any process may write any
-    slice."""
+    """A file with a float32 for each masked voxel, by slices along an axis. Any process may write any slice."""
 
     path: Path
     axis: str  # "z", "y" or "x"
@@ -161,8 +159,7 @@ class Restored:
         return np.fromfile(self.path, "<f4", count, offset=4 * start)
 
     def read_along_z(self, index: int, mask_YX: np.ndarray) -> np.ndarray:
-        """Return the masked voxels of slice `index` along z, row by row, float32 [P]. `mask_YX` is the mask of that
-        slice."""
+        """Return the masked voxels of slice `index` along z, row by row, float32 [P]. `mask_YX` is its mask."""
         if self.axis == "z":
             return self.read(index)
         counts = (self.statistics.rows_ZY if self.axis == "y" else self.statistics.columns_ZX)[index]

@@ -68,8 +68,7 @@ def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = W
 
 
 def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
-    """Open the known original of `stack` or of its whole volume. Its dtype may differ; raise UserError if its shape
-    does."""
+    """Open the known original of `stack` or of its whole volume. Raise UserError if its shape differs."""
     truth = matched(open_stack(path, follow_links=follow_links), stack)
     if truth.shape != stack.shape:
         raise UserError(

@@ -246,8 +246,7 @@ def _slices_in(folder: str) -> list[Path]:
 
 
 def _matching(path: str) -> list[Path]:
-    """Return the files of a folder or a pattern. Raise UserError if there are none, or if a pattern fits other files
-    than TIFF."""
+    """Return the files of a folder or a pattern. Raise UserError for none, and for a pattern that fits other files."""
     if is_pattern(path):
         folder, parts = Path(), [*Path(path).parts]
         while len(parts) > 1 and is_there(folder / parts[0]):  # an existing folder's name is no pattern
@@ -268,8 +267,7 @@ def _matching(path: str) -> list[Path]:
 
 
 def _listed(path: str) -> list[Slice]:
-    """Return the slices of one stack in order. Raise UserError if there are several stacks, with a pattern for one of
-    them."""
+    """Return the slices of one stack in order. Raise UserError for several stacks, with a pattern for one of them."""
     families = by_key((tuple(re.split(r"\d+", file.stem)), file) for file in _matching(path)).values()
     stacks = sorted((stack for family in families for stack in _divide(family)), key=len)
     if len(stacks) > 1:
@@ -280,12 +278,11 @@ def _listed(path: str) -> list[Slice]:
 
 
 def _divide(files: Sequence[Path]) -> list[list[Slice]]:
-    """Divide files whose names differ only in numbers into stacks, each in the order of the number that counts its
-    slices.
+    """Divide files whose names differ only in numbers into stacks, each in the order of its slices' numbers.
 
-    That number is one that increases from each file to the next, and of several the one with the most even steps. All
-    files are then one stack. If no number increases so, it is the one with the most values, and files that differ only
-    in it are a stack.
+    The number that counts slices is one that increases from each file to the next, and of several the one with the most
+    even steps. All files are then one stack. If no number increases so, it is the one with the most values, and files
+    that differ only in it are a stack.
     """
     fractions = {tuple(map(len, re.findall(r"(?<=\d\.)\d+", file.stem))) for file in files}
     numeral = r"(\d+(?:\.\d+)?)" if len(fractions) == 1 else r"(\d+)"  # decimals all have the same length
@@ -329,7 +326,7 @@ def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
 
 
 def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
-    """Return the file's `traits_of_scan`. Raise UserError if its shape, dtype or kind of samples differs from the first
+    """Return the file's `traits_of_scan`. Raise UserError if its shape, dtype or samples differ from the first
     file's."""
     tifffile = tifffile_library()
     check_file(file)
@@ -352,8 +349,7 @@ def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
 
 
 def _stem(path: str, first: Slice) -> str:
-    """Return a name for a sequence: what the names of a pattern's files begin with, or else the name of their
-    folder."""
+    """Return a name for a sequence: the beginning of the names that a pattern fits, or else the folder's name."""
     if is_pattern(path):
         return first.before.strip("_-. ") or first.file.resolve().parent.name
     return Path(path).resolve().name

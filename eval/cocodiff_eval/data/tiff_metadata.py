@@ -83,8 +83,7 @@ def _copied(tag: Any) -> tuple[Any, ...]:
 
 
 def traits_of_scan(page: Any) -> dict[str, Any]:
-    """Return what all slices of a scan have in common, by name: voxel size, software, day, value of missing voxels,
-    description.
+    """Return what all slices of a scan share, by name: voxel size, software, day, missing value, description.
 
     Of the description only the words are returned, as numbers in it may differ from slice to slice.
     """
@@ -95,8 +94,7 @@ def traits_of_scan(page: Any) -> dict[str, Any]:
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
-    """Return the X and Y resolution as fractions and the number of their unit; None if they are missing or
-    malformed."""
+    """Return the X and Y resolution as fractions and their unit's number; None if they are missing or malformed."""
     x, y = tags.get(X_RESOLUTION), tags.get(Y_RESOLUTION)
     if not isinstance(x, tuple) or not isinstance(y, tuple) or len(x) != 2 or len(y) != 2 or not (x[0] and y[0]):
         return None
@@ -104,8 +102,7 @@ def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
 
 
 def _of_resolution(resolution: tuple[Any, Any, int] | None) -> Sides:
-    """Return the voxel size that the resolution tags give. They hold no distance of slices: a voxel's height is taken
-    for it."""
+    """Return the voxel size by the resolution tags. A voxel's height is taken for the distance of slices."""
     if resolution is None or resolution[2] not in MICROMETERS:
         return None, "", []
     x, y = (MICROMETERS[resolution[2]] * fraction[1] / fraction[0] for fraction in resolution[:2])
@@ -142,8 +139,7 @@ def _of_ome(xml: str) -> tuple[Sides, str]:
 
 
 def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `tifffile.TiffWriter` and those of its `write`, so that the new file keeps the input's
-    metadata.
+    """Return arguments of `tifffile.TiffWriter` and of its `write` with which a file keeps the input's metadata.
 
     The metadata of other formats become an OME-TIFF if the voxel size is known, else a plain TIFF.
     """
@@ -223,15 +219,13 @@ def _new_ome(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(file: NewVolume) -> str:
-    """Return a UUID that is equal for equal results. tifffile's own would contain the time and this machine's
-    address."""
+    """Return a UUID that is equal for equal results. tifffile's own contains the time and the machine's address."""
     about = [file.path.name, str(file.shape), file.dtype.str, file.notes(), dict(file.metadata.attributes)]
     return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(about, sort_keys=True)))
 
 
 def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes | None:
-    """Return the input's OME-XML, reduced to its first image, with the result's size and dtype; None if it has no
-    image."""
+    """Return the first image of the input's OME-XML with the result's size and dtype; None if it has no image."""
     root = ElementTree.fromstring(xml)
     space = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
     ElementTree.register_namespace("", space[1:-1])

@@ -111,8 +111,7 @@ class Stack:
         return replace(self, dtype=np.dtype(np.float64), reader=read) if self.metadata.declared else self
 
     def as_map(self) -> Stack:
-        """Return this volume without the declarations of its values, for results that hold other quantities at its
-        voxels."""
+        """Return this volume without declarations of its values, for results that hold other quantities."""
         details = {**self.metadata.details, "without": OF_VOXELS}
         return replace(self, metadata=replace(self.metadata, details=details))
 
@@ -344,7 +343,7 @@ def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int 
 
 
 def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
-    """Return the shape [Y, X] or [N, Y, X] as [N, Y, X]. Raise UserError for other shapes and for slices that exceed
+    """Return the shape [Y, X] or [N, Y, X] as [N, Y, X]. Raise UserError for others, and for slices that exceed
     memory."""
     if len(shape) not in (2, 3):
         raise UserError(
@@ -379,8 +378,7 @@ def listed(found: Sequence[str], what: str) -> str:
 
 
 def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
-    """Return the one grey image [Y, X] of an image with equal channels. Raise UserError if they differ or if it is
-    transparent."""
+    """Return the one grey image [Y, X] of equal channels. Raise UserError if they differ or are transparent."""
     channels = image_YXC.shape[-1]
     colours = image_YXC[..., : {2: 1, 4: 3}.get(channels, channels)]
     if (colours != colours[..., :1]).any():
@@ -446,8 +444,7 @@ def matched(volume: Stack, of: Stack) -> Stack:
 
 
 def compare_voxel_sizes(volume: Stack, of: Stack) -> list[str]:
-    """Return a remark if two files give voxel sizes along rows and columns that differ by more than a hundredth, else
-    []."""
+    """Return a remark if two files' voxel sizes along rows and columns differ by more than a hundredth, else []."""
     both = [(one.metadata.voxel_size, one.metadata.unit) for one in (volume, of)]
     sides = [[1e6 * LENGTHS[unit][1] * side for side in size[1:]] for size, unit in both if size and unit in LENGTHS]
     if len(sides) < 2 or all(math.isclose(one, other, rel_tol=0.01) for one, other in zip(*sides, strict=True)):
@@ -472,8 +469,7 @@ Sides = tuple[tuple[float, float, float] | None, str, list[str]]
 
 
 def unit_name(text: str) -> str:
-    """Return a unit as UDUNITS spells it ("micrometer" for "µm", "um", "microns"). An unknown unit is returned
-    unchanged."""
+    """Return a unit as UDUNITS spells it ("micrometer" for "µm", "um", "microns"); an unknown one unchanged."""
     word = text.strip()
     spellings = (word, word.lower(), word.lower().removesuffix("."), word.lower().removesuffix("s"))
     return next((_SPELLINGS[one] for one in spellings if one in _SPELLINGS), word)

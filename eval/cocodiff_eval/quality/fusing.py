@@ -209,10 +209,9 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Lead:
-    """The lead of one restoration over another: the ratio of their mean squared errors in dB, above 0 if the first is
-    better."""
+    """The lead of one restoration over another: the ratio of their mean squared errors in dB."""
 
-    db: float  # over all voxels of the hidden regions together
+    db: float  # over all voxels of the hidden regions together; above 0 if the first is better
     low: float  # lower end of what a mask of a few parts like the regions is expected to show, at 95 %; may be infinite
     high: float  # upper end of the same
     wins: int  # number of regions in which the first has the smaller error
@@ -252,8 +251,7 @@ class Lead:
 
 
 def quantile(scores_P: np.ndarray, share: float) -> float:
-    """Return the smallest score that a further, exchangeable score does not exceed with at least the probability
-    `share`.
+    """Return the smallest score that a further, exchangeable one exceeds with at most the probability 1 - `share`.
 
     If P scores are too few for that, return the largest.
     """
@@ -266,8 +264,7 @@ COVERAGES = {"coverage_50": 0.5, "coverage_90": 0.9}  # names in `metrics.json`,
 
 @dataclass(frozen=True)
 class Moments:
-    """The mean and spread of several images, which are not kept (Welford 1962; merged as by Chan, Golub, LeVeque
-    1979)."""
+    """The mean and spread of images that are not kept (Welford 1962; merged as by Chan, Golub, LeVeque 1979)."""
 
     count: int  # number of images
     mean_YX: np.ndarray  # float64 [Y, X]

@@ -1,5 +1,4 @@
-"""Hidden regions: copies of parts of the mask over voxels whose truth is known, to judge restorations on the user's
-volume.
+"""Hidden regions: copies of parts of the mask over voxels whose truth is known, to judge restorations of any volume.
 
 A volume [Z, Y, X] may have any size, since regions are chosen on a coarse grid of at most 128 cells a side. A test has
 four rounds, each with regions of its own.
@@ -142,8 +141,7 @@ class Survey:
         return cls(sums[0] > 0, level_ZYX, texture_ZYX, step, shape)
 
     def look(self, start: Sequence[int], hidden_ZYX: np.ndarray) -> np.ndarray:
-        """Return the appearance of the known cells around a region: mean level, its standard deviation, and mean
-        texture.
+        """Return the mean level of the known cells around a region, its standard deviation, and mean texture.
 
         All are in standard deviations of all known levels; NaN if no cell is known.
 

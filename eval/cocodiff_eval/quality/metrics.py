@@ -29,8 +29,7 @@ _SMALLEST_MSE, _LARGEST_MSE = 1e-20, sys.float_info.max
 
 
 def psnr_db(mse: float) -> float:
-    """Return the peak signal-to-noise ratio for a peak of 1, in dB. It is 200 for no error, and never infinite or
-    NaN."""
+    """Return the peak signal-to-noise ratio in dB for a peak of 1; 200 for no error, and never infinite or NaN."""
     return -10.0 * math.log10(min(max(_SMALLEST_MSE, mse), _LARGEST_MSE) if mse == mse else _LARGEST_MSE)
 
 
@@ -194,8 +193,7 @@ def slice_jumps(
 def distance_db(
     scale: IntensityRange, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """Return the PSNR in dB in the mask against the exact run, both in the input's units; None if all bits are
-    equal."""
+    """Return the PSNR in dB in the mask against the exact run, in the input's units; None if all bits are equal."""
     exact, restored = exact_YX[mask_YX], restored_YX[mask_YX]
     if not exact.size or (exact.dtype == restored.dtype and exact.tobytes() == restored.tobytes()):
         return None
@@ -215,8 +213,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def mean_curve(curves: Sequence[Sequence[float | None] | None]) -> list[float | None] | None:
-    """Return the mean of curves at each of their places, of the values that are not None; None if there are no
-    curves."""
+    """Return the mean of curves at each place, of the values that are not None; None if there are no curves."""
     present = [curve for curve in curves if curve is not None]
     return [mean(values) for values in zip(*present, strict=True)] if present else None
 
@@ -399,8 +396,7 @@ class StepsFigure(NamedTuple):
 
 
 def step_figures(rows: Sequence[Mapping[str, Any]]) -> list[StepsFigure]:
-    """Return a figure for each preset that coded or displaced tensors, as a mean over all given rows of
-    `metrics.json`."""
+    """Return a figure for each preset that coded or displaced tensors, a mean over the rows of `metrics.json`."""
     lossy = (row for row in rows if row.get("drift") and "sent_fraction" in row["drift"][0])
     profiles = by_key((row["mode"], row["drift"]) for row in lossy)
     return [_figure(mode, mean_profile(of_mode)) for mode, of_mode in profiles.items()]

@@ -1,5 +1,4 @@
-"""The writer of `report.html`: tables that show at once, and pictures as inert text that is decoded when it is
-viewed."""
+"""The writer of `report.html`: tables that show at once, and pictures as inert text, decoded when they are viewed."""
 
 from __future__ import annotations
 

@@ -108,8 +108,7 @@ def _refuse(number: str) -> None:
 
 
 def summarise(lines: Sequence[Line]) -> list[Row]:
-    """Return a row for each mask, number of steps and point, sorted by mask and steps, then by the points' first
-    occurrence."""
+    """Return a row for each mask, number of steps and point, in this order; points are in order of occurrence."""
     groups = by_key(((line["mask"], line["steps"], line["point"]), line) for line in lines)
     points = list(dict.fromkeys(line["point"] for line in lines))
     return [_row(groups[key]) for key in sorted(groups, key=lambda key: (*key[:2], points.index(key[2])))]

@@ -45,8 +45,7 @@ def size(count: float) -> str:
 
 
 def versus_exact(row: Mapping[str, Any]) -> str:
-    """Return `identical`, a PSNR, or a dash if no exact run was made. Of several slices those that were compared
-    count."""
+    """Return `identical`, a PSNR, or a dash without an exact run. Of several slices only those compared count."""
     if row["psnr_vs_exact_db"] is not None:
         return f"{row['psnr_vs_exact_db']:.1f} dB"
     return "identical" if row.get("exact_compared", True) else MISSING
@@ -89,8 +88,7 @@ def all_bytes(row: Mapping[str, Any]) -> str:
 
 
 def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return two fractions as text: of the bytes of all tokens unchanged, those sent, and those that attention waited
-    for.
+    """Return which fractions of the bytes of all tokens unchanged were sent and were waited for, as text.
 
     Both are dashes if nothing is sent.
     """
@@ -99,8 +97,7 @@ def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def parted(name: str) -> tuple[str, int]:
-    """Return the stack that a row belongs to and its slice there: `scan` and 12 for `scan[12]`, `scan` and 0 for
-    `scan`."""
+    """Return a row's stack and its slice there: `scan` and 12 for `scan[12]`, `scan` and 0 for `scan`."""
     base, number = re.findall(r"^(.*?)(?:\[(\d+)\])?$", name, re.DOTALL)[0]
     return base, int(number or 0)
 
@@ -132,8 +129,7 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) -> float:
-    """Return the time that slices took together: the seconds of the replica that took longest, as replicas run in
-    parallel.
+    """Return the time that slices took together, in seconds: replicas run in parallel, so the slowest one counts.
 
     Args:
         of_baseline: True for the baseline's seconds.
@@ -150,10 +146,10 @@ def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) 
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> str:
-    """Return the content of `metrics.json` as an aligned table without a newline at its end. A stack has a line for
-    each preset.
+    """Return the content of `metrics.json` as an aligned table, with a line for each preset of a stack.
 
-    It is plain ASCII apart from the user's names, as terminals of batch systems may show nothing else.
+    There is no newline at its end. It is plain ASCII apart from the user's names, as terminals of batch systems may
+    show nothing else.
     """
     images, jumps, ranked = metrics["images"], jumps_of(metrics), has_rank_seconds(metrics)
     known = len(OF_SAMPLES) if any(row.get("intervals") for row in images) else 1
@@ -287,8 +283,7 @@ def series_of(
 
 
 def numbers(series: Series) -> dict[str, Any]:
-    """Return the numbers from which the page's script draws curves: for each preset a list over the slices of the
-    series."""
+    """Return the numbers for the curves of the page's script: for each preset a list over the series' slices."""
     order, modes = sorted(series.rows), series.modes
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
@@ -434,8 +429,7 @@ def quality_table(
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table | None:
-    """Return the means for each mask and preset; None if no mean is of two images or more, as other tables say it
-    then."""
+    """Return the means for each mask and preset; None if no mean is of two images or more."""
     rows = [row | {"exact_compared": 0 < row["identical"] == row["compared"]} for row in metrics["summary"]["rows"]]
     rows += [row | OF_BASELINE | {"mode": row["method"]} for row in metrics["summary"]["baseline"]]
     if not any(row["n"] > 1 for row in rows):
@@ -489,6 +483,5 @@ def _keeps(row: Mapping[str, Any]) -> str:
 
 
 def decibels(record: Mapping[str, Any], value: float | None) -> str:
-    """Return a figure of a bound on quality as text, with one digit against the exact run and three against the
-    truth."""
+    """Return a figure of a bound on quality as text: one digit against the exact run, three against the truth."""
     return "identical" if value is None else f"{value:.{1 if record['against'] == 'exact' else 3}f} dB"

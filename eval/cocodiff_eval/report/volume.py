@@ -145,8 +145,7 @@ def _around(middle: Sequence[int], shape: Sequence[int], voxels: float) -> Box:
 
 
 def _regions(mask_ZYX: np.ndarray) -> tuple[list[Box], list[int]]:
-    """Return the connected regions of a mask as boxes, the largest first, and the middle voxel of the one of median
-    size.
+    """Return a mask's connected regions as boxes, the largest first, and the middle voxel of the median one.
 
     For an empty mask it is the voxel in the middle of the volume.
     """

@@ -125,8 +125,7 @@ def differences(near: np.ndarray, axes: Sequence[int] | None = None) -> Any:
 
 
 def laplacian(rows: np.ndarray, axes: Sequence[int] | None = None) -> Any:
-    """Return the rows of the graph Laplacian for the voxels at which `rows` is True, a sparse matrix [R, N] for N
-    voxels."""
+    """Return the graph Laplacian's rows for the voxels where `rows` is True, a sparse matrix [R, N] for N voxels."""
     apart_EN = differences(rows, axes)
     return (apart_EN.T @ apart_EN).tocsr()[rows.ravel()]
 
@@ -197,8 +196,7 @@ def side_of_cells(shape: Triple) -> int:
 def in_cells(
     method: Method, read: Callable[[Window], tuple[np.ndarray, np.ndarray]], shape: Triple, points_P3: np.ndarray
 ) -> np.ndarray:
-    """Return what a method restores at some voxels of a volume [Z, Y, X], float64 [P]; NaN if it restores nothing
-    there.
+    """Return what a method restores at some voxels of a volume [Z, Y, X], float64 [P]; NaN for nothing.
 
     Cells that hold some of the voxels are solved one by one, so that memory does not grow with the volume. The window
     of a cell includes the voxels around it that the method reaches, or more if none of these is known.

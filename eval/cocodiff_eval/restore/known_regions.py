@@ -161,15 +161,14 @@ def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor]
 
 @contextmanager
 def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, generators: list[Any]) -> Iterator[None]:
-    """Within the context, let calls of a pipeline keep known latents and leave out the first `start` steps of the
-    schedule.
+    """Within the context, let calls of a pipeline keep known latents and leave out the first `start` steps.
 
     A call begins with the known latents, noised to the level at which it starts.
 
     Args:
         pipe: the pipeline.
         known: as of `LatentLayout.known`, for as many images as the call makes.
-        start: number of steps that are left out.
+        start: number of steps of the schedule that are left out.
         fresh: see `renoised`.
         generators: the random generator of each image.
     """

@@ -146,8 +146,7 @@ class PipelineInpainter:
 
 
 def made_by(pipe: Any, seed: int, advance: Callable[[], None], /, **given: Any) -> tuple[Any, int]:
-    """Call a pipeline without its own progress bar. Return its images or frames, and the number of denoising steps that
-    ran.
+    """Call a pipeline without its own progress bar. Return its images or frames, and the number of steps that ran.
 
     Raise UserError if latents are NaN.
 

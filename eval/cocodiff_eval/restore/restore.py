@@ -1,5 +1,4 @@
-"""The restoration of slices by an inpainting model of fixed size, which runs the plan of `tiling.py` from coarse to
-fine."""
+"""The restoration of slices by an inpainting model of fixed size, coarse to fine, by the plan of `tiling.py`."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Inpainter(Protocol):
 
 
 class Request(NamedTuple):
-    """The tiles of one slice that the model must restore next, [Y, X] each. All slices of a video ask for the same
-    tiles."""
+    """The tiles of a slice, [Y, X] each, that the model must restore next. Slices of a video ask for the same."""
 
     images: list[np.ndarray]  # the tiles
     hidden: list[np.ndarray]  # for each tile, True for voxels to restore
@@ -194,8 +192,7 @@ def _known_pyramid(
 
 
 def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, key: int) -> Restoration:
-    """Restore a pass of tiles on the level's image [Y, X]. The generator returns the image with the tiles blended into
-    it.
+    """Restore a pass of tiles on the level's image [Y, X]. The generator returns the image with them blended in.
 
     Only unknown voxels of the slice change.
 

@@ -70,8 +70,7 @@ class _Holes:
 
 @dataclass(frozen=True)
 class Level:
-    """The mask at one resolution. Exponent 0 is the slice itself, and each next level has half as many rows and
-    columns."""
+    """The mask at one resolution. Exponent 0 is the slice itself; each next level has half as many rows and columns."""
 
     exponent: int  # number of times that the resolution is halved
     shape: tuple[int, int]  # [Y, X]
@@ -107,8 +106,7 @@ class Level:
         return slice(tile.row, tile.row + self.tile[0]), slice(tile.column, tile.column + self.tile[1])
 
     def weights(self, tile: Tile) -> np.ndarray:
-        """Return the blending weights of a tile, float64 of its shape. They are all 1 for a tile that is not
-        blended."""
+        """Return the blending weights of a tile, float64 of its shape; all 1 for a tile that is not blended."""
         if not tile.blend:
             return np.ones(self.tile)
         starts = zip((tile.row, tile.column), self.padded, self.tile, strict=True)
@@ -195,8 +193,7 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> Iterator[
 
 
 def _searched(grids: Iterator[Level]) -> tuple[list[Level], np.ndarray]:
-    """Return the levels that are needed, and for each label the level on which its hole is restored from noise, [labels
-    + 1].
+    """Return the levels that are needed, and by label the level that restores each hole from noise, [labels + 1].
 
     That is the finest level on which the hole fits, or the last one on which it exists.
     """
@@ -234,8 +231,7 @@ def _level(grid: Level, starts: np.ndarray, batch: int, strength: float) -> Leve
 
 
 def _tiles_from_noise(grid: Level, fresh: _Holes) -> tuple[Tile, ...]:
-    """Return a tile around each hole that fits one, shared with the holes near it, and a grid of tiles over longer
-    holes."""
+    """Return a tile around each hole that fits one, shared with the holes near it, and grids over longer holes."""
     if grid.padded == grid.tile:
         return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
     limit = HOLE_LIMIT * grid.native
