@@ -280,8 +280,10 @@ class Solved(Restoring):
 
 @dataclass(frozen=True)
 class Trial(Work):
-    """What the test on hidden regions restores in a round, at the voxels that are judged: of the methods without a
-    model, which have no axis."""
+    """The part of the test on hidden regions in which methods without a model restore a round's judged voxels.
+
+    They have no axis.
+    """
 
     round: int
     sample: int = 0
@@ -316,7 +318,7 @@ class Trial(Work):
 
 
 class SliceTrial(Trial):
-    """Of the model: a sample of each slice, at the voxels that are judged in these."""
+    """The part of the test in which the model draws a sample of each slice, read at the judged voxels."""
 
     def make(self, queue: Queue) -> tuple[dict[str, Any], list[Any]]:
         making, hidden, reads = self.making, self.making.hidden[self.round], partial(self.making.mask, self.axis)
