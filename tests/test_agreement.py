@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from planned_models import PLANNED, noise
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 from torch import Tensor
@@ -187,6 +188,17 @@ def test_every_argument_of_a_transformer_counts(family):
     for name in inputs:
         for said in refusals(lambda own, differs, name=name: call(own, differs, name), model, differing=2):
             assert f"ranks (2) call the transformer with another {name} than" in said
+
+
+def test_the_order_of_tensors_in_a_list_counts():
+    case = PLANNED["z-image"].variant({"cap_feats": [noise(9, 10), noise(9, 10)]})
+
+    def call(own: Any, differs: bool) -> None:
+        given = case.call()
+        own(**given | {"cap_feats": given["cap_feats"][:: -1 if differs else 1]})
+
+    for said in refusals(call, case.model(), differing=2):
+        assert "ranks (2) call the transformer with another cap_feats than" in said
 
 
 @pytest.mark.parametrize("branches", [1, 2])

@@ -22,6 +22,12 @@ def test_presets_and_what_goes_on_top_of_them():
     assert Config(ring="4") == Config(ring=4) and Config().ring == "auto"  # a word, as in the settings of a run
 
 
+def test_a_choice_of_codec_is_exact_where_it_has_to_be():
+    pairs = [(codec, only) for codec in ("auto", "lossless", "int8") for only in (True, False)]
+    exact = [Config(codec=codec, only_exact=only).exact for codec, only in pairs]
+    assert exact == [True, False, True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("settings", "values"),
     [

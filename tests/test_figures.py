@@ -77,6 +77,12 @@ def test_a_value_is_a_mean_of_numbers_ratios_or_differences(of: Any, more: Any, 
     assert value_of(results, {"of": {"run": "one 1", "take": "s"} | of, **more}) == value
 
 
+def test_what_other_words_have_made_is_made_again(tmp_path: Path) -> None:
+    command = figures.Command("step", "toy", ["plan", "--size", "512"], tmp_path)
+    (tmp_path / figures.WRITTEN).write_text(command.shown)
+    assert command.is_made and not command._replace(words=["plan", "--size", "768"]).is_made
+
+
 def test_rows_and_commands_are_repeated() -> None:
     row = {"each": {"n": [1, 2], "way": ["a"]}, "what": "{way} of {n}", "of": {"rows": {"n": "{n}"}}}
     assert [(one["what"], one["of"]["rows"]["n"]) for one in repeated(row)] == [("a of 1", 1), ("a of 2", 2)]

@@ -94,12 +94,19 @@ def test_bf16_errs_at_most_twice_as_much_as_one_process(size, tmp_path):
     assert (found - truth).abs().max() <= allowed
 
 
+@pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
 @pytest.mark.parametrize(("name", "size"), [("Wan 2.2", 2), ("Wan 2.2", 4), ("TI2V, image", 4)])
 def test_two_parts_of_the_ranks_compute_a_branch_each(name, size):
+    """And all ranks together a second video, which is not guided."""
+
+    def run(own: Any, _: Any = None) -> list[torch.Tensor]:
+        return [latents_of(own, guidance_scale=scale) for scale in (3.0, 1.0)]
+
     pipe = made(name)
-    plain = latents_of(pipe)
-    first = check_alike(made_on(size, pipe, guidance_parallel=2), [plain], 1e-5)
-    assert first.sent("guidance") > 0 and (first.sent() > 0) == (size > 2)
+    plain = run(pipe)
+    first = check_alike(on_ranks(size, pipe, run=run, guidance_parallel=2), plain, 1e-5)
+    together = first.sent("unsplit")
+    assert first.sent("guidance") > 0 < together and (first.sent() > together) == (size > 2)
 
 
 @pytest.mark.full

@@ -43,7 +43,7 @@ def counted_bytes(exchange: str, topology: Topology, layout: Layout, dtype: torc
         assert there == sent.by_link(topology, rank)
         back(ours, q_BSGD, layout)
         both = trace.bytes()
-        assert both == sent.by_link(topology, rank)
+        assert both == sent.by_link(topology, rank) == trace.bytes("whole")
         return there, {link: count - there[link] for link, count in both.items()}
 
     return run_ranks(topology.size, work)

@@ -239,6 +239,20 @@ def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(
     assert described(values) != before
 
 
+def test_a_mask_that_is_grown_or_inverted_is_another_when_a_run_goes_on(tmp_path: Path) -> None:
+    marked = np.zeros((16, 16), np.uint8)
+    marked[4:7, 5:9] = 1
+    np.save(tmp_path / "mask.npy", marked)
+    np.save(tmp_path / "scan.npy", np.arange(256, dtype="u2").reshape(16, 16))
+    files = ["--input", str(tmp_path / "scan.npy"), "--mask", str(tmp_path / "mask.npy"), "--quiet"]
+    described = []
+    for more in ([], ["--grow", "1"], ["--invert=true"], ["--invert=false"]):
+        values = parse("inpaint", "", with_settings(INPAINT), [*files, "--out", str(tmp_path / "out"), *more])
+        described.append(describe_inputs(find_tasks(values), values))
+    as_it_is, grown, inverted, not_inverted = described
+    assert as_it_is == not_inverted and as_it_is not in (grown, inverted) and grown != inverted
+
+
 @pytest.fixture
 def volume_task(tmp_path: Path) -> Task:
     """A volume that is restored along one axis, not that of its slices, with one sample."""

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,11 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(
         with tifffile.TiffFile(file) as tiff:
             told = html.unescape(str(tiff.ome_metadata)).split('"cocodiff">')[1].split("<")[0]
         assert json.loads(told) == made
-    for inside in ("images/scan_holes_tapa.ome.zarr", "images/scan_holes_tapa.ome.zarr/0", "images"):
-        assert main(["inpaint", "--input", str(out / inside), "--overwrite", "--out", str(out)]) == 2
+    image, given = out / "images" / "scan_holes_tapa.ome.zarr", ("inpaint", *words[:2], "--overwrite", "--out", out)
+    of_image = product(("--input", "--truth"), (image, image / "0", out / "images"))
+    for option, path in (*of_image, ("--mask", image / "labels" / "holes")):
+        assert main([str(word) for word in (*given, option, path)]) == 2
+        assert f"{path} is among the results" in capsys.readouterr().err
 
 
 def test_a_constant_slice_is_told_and_comes_back(

@@ -123,9 +123,9 @@ def test_inputs_are_asked_for_and_words_before_any_option_are_none():
     ("text", "line", "changed"),
     [
         (
-            "input: scan.tif\nsteps: 5\nstrength: 1\nmask: center\nexact: false\n",
-            "--steps 7 --exact",
-            {"input": ["scan.tif"], "steps": 7, "mask": "center"},
+            "input: scan.tif\nsteps: 5\nstrength: 0\nmask: center\nexact: false\nnoise_seed: 7\n",
+            "--steps 7 --exact --noise_seed 0",
+            {"input": ["scan.tif"], "steps": 7, "mask": "center", "strength": 0.0},
         ),
         ("input: [a, b]\nsteps: 62\n", "--input c", {"input": ["c"], "steps": 62}),
         ("input: a\nmask_range: 1:2\nquality: 50\n", "", {"input": ["a"], "mask_range": "1:2", "quality": "50"}),

@@ -468,9 +468,9 @@ def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = OutputFolder("restored", overwrite=False)
-    write_settings(folder.open(), {"out": "restored", "steps": 3, "overwrite": True, "resume": True, "batch": None})
+    write_settings(folder.open(), {"out": "restored", "seed": 0, "overwrite": True, "resume": True, "batch": None})
     folder.publish()
-    assert Path("restored", MARK).read_text() == "out: restored\nsteps: 3\n"
+    assert Path("restored", MARK).read_text() == "out: restored\nseed: 0\n"
     old = {"out": "restored", "steps": 3, "overwrite": True}  # as older versions wrote it
     assert beside_the_record(old, "restored/run.yaml") == {"out": "restored-2", "steps": 3, "overwrite": False}
     Path("restored-2").mkdir()

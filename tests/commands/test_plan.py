@@ -130,9 +130,9 @@ def test_doctor_needs_what_a_plan_says(plan: Plan) -> None:
 
 def test_the_longer_text_of_two_branches_bounds_the_batch(plan: Plan) -> None:
     words = "--memory --model toy-cfg.yaml --size 512 --preset tapa --guidance_parallel 2"
-    texts = ((24, 24), (24, 4000), (4000, 4000))
+    texts = ((0, 0), (24, 24), (24, 4000), (4000, 4000))
     most = [plan(words, f"--text_tokens {a} --negative_tokens {b}")[0]["largest_batch"] for a, b in texts]
-    assert most[0] > most[1] == most[2] > 1
+    assert most[0] > most[1] > most[2] == most[3] > 1
 
 
 def test_a_part_that_stays_is_planned_as_it_is_given(plan: Plan) -> None:

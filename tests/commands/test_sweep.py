@@ -154,6 +154,9 @@ def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.Cap
         told = mistake(capsys, *words(folder, whole, *more, ranks=ranks))
         assert said in told and "--overwrite" in told
     assert main(words(folder, whole)) == 0  # nothing is left to do
+    for option in ("--mask", "--truth"):
+        told = mistake(capsys, *words(folder, whole, "--overwrite", option, str(whole / "report.html")))
+        assert "report.html is among the results" in told
     (folder / "notes").mkdir()
     (folder / "notes" / "a.txt").write_text("mine")
     assert "not ours to overwrite" in mistake(capsys, *words(folder, folder / "notes", "--overwrite"))

@@ -104,8 +104,9 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
     assert train(scan, tmp_path / "parts", "--resume") == 0
     assert "nothing is left to do" in capsys.readouterr().out
     results = tmp_path / "parts"
-    assert train(scan, results, "--overwrite", "--mask", results / "training.json") == 2
-    assert "training.json is among the results" in capsys.readouterr().err and (results / WEIGHTS).exists()
+    for option in ("--input", "--mask"):
+        assert train(scan, results, "--overwrite", option, results / "training.json") == 2
+        assert "training.json is among the results" in capsys.readouterr().err and (results / WEIGHTS).exists()
 
 
 def test_the_average_of_the_least_held_out_loss_is_kept_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,19 @@ def test_the_mean_along_axes_is_that_of_the_samples(folder: Path, tmp_path: Path
     assert (image(tmp_path / "one", "") == samples[0]).all() and "volumes" not in metrics_of(tmp_path / "one")
 
 
+def test_samples_along_another_axis_have_noise_of_their_own(tmp_path: Path) -> None:
+    """Of a volume whose slices along y are those along z."""
+    volume, mask = np.zeros((2, 20, 20, 40), np.uint16)
+    volume[:], mask[4:12, 4:12, 8:20] = 1000 * np.arange(40), 1
+    for name, voxels in (("scan", volume), ("holes", mask)):
+        tifffile.imwrite(tmp_path / f"{name}.tif", voxels, photometric="minisblack")
+    more = ("--axes", "z", "y", "--no_hidden_test", "--samples", 2, "--keep_samples")
+    assert main(words(tmp_path, tmp_path / "out", *more)) == 0
+    files = (tmp_path / "out" / "images" / f"scan_holes_tapa_sample_{number}.tif" for number in range(2))
+    along_z, along_y = map(tifffile.imread, files)
+    assert not np.array_equal(along_z, along_y.transpose(1, 0, 2))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("axes", ["auto", "y x"])
 def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Path, tmp_path: Path, axes: str) -> None:

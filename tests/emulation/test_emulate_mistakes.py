@@ -133,7 +133,7 @@ def test_what_emulate_tells_its_ranks_is_not_set_by_hand(monkeypatch):
 
 
 def test_limits_lie_between_sizes():
-    times = {0.25: (1, 2, 3), 1: (2, 3, 1), 4: (3, 9, 1)}
+    times = {1: (2, 3, 1), 4: (3, 9, 1), 0.25: (1, 2, 3)}  # as they were asked for
     rows = [
         {"case": f"{size:g}MB", "variant": name, "median_s": t}
         for size, of in times.items()
@@ -161,6 +161,7 @@ def test_auto_needs_a_table_of_the_machine(tmp_path):
     path = tmp_path / "t.yaml"
     for text, said in (
         ("local: {1: [[1, tapa]]}", "end with no limit"),
+        ("local: {1: [[2, tapa], [1, flat], [null, split]]}", "must ascend"),
         ("local: {1: [[null, tappa]]}", "did you mean tapa?"),
         ("local: [1]", "not a table"),
     ):

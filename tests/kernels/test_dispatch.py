@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cocodiff_sycl import build
 from cocodiff_sycl.build import cache_folder, host_library, kernel_source, runtime_and_folder
 from cocodiff_sycl.find import find_runtime
 from cocodiff_sycl.library import Library
@@ -94,6 +96,12 @@ def test_another_content_is_another_cache(sycl: SyclOps, monkeypatch, tmp_path):
     assert kernel_source(1) != kernel_source(16)
     other = type(runtime)(runtime.library, runtime.include, "8.0.1-1")
     assert cache_folder(runtime) != cache_folder(other)
+    monkeypatch.setattr(build, "HERE", shutil.copytree(build.HERE, tmp_path / "sources"))
+    sources, folders = [*build.HERE.rglob("*.[ch]pp")], {cache_folder(runtime)}
+    for source in sources:
+        source.write_text(source.read_text() + "\n")
+        folders.add(cache_folder(runtime))
+    assert len(folders) == 1 + len(sources) > 10
 
 
 @pytest.mark.full

@@ -1,1 +1,1 @@
-"""The subcommands of the harness."""
+"""The subcommands of the inpainting harness."""

@@ -1,4 +1,4 @@
-"""`cocodiff generate`: text to image or to video, on any number of ranks."""
+"""The command `cocodiff generate`: text to image or to video, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff_eval.harness.session import DTYPES, Prepared, start_job
 
 ABOUT = "Make images or videos from text with a diffusion transformer."
+# options by the heading that `--help` shows them under
 SHOWN = {"images": "model prompt image frames height width steps seed guidance"}
 OPTIONS = (
     Option("model", "folder in diffusers' layout or hub id; the embedded model only restores", required=True),
@@ -42,6 +43,7 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run `cocodiff generate` with the words after it. Return the exit code."""
     started = time.monotonic()
     values = parse("generate", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
     launch, ranks = settle(values, launch)
@@ -56,7 +58,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
-    """Checks the request. Raises UserError; writes nothing."""
+    """Check the request, and return it prepared. Raise UserError if it cannot be run. Nothing is written."""
     check_counts(values, "steps", "height", "width", "frames", "fps", "ranks")
     quality = Quality.asked(values)
     if quality is not None and quality.bound.against == "truth":

@@ -1,4 +1,4 @@
-"""`cocodiff inpaint`: restores masked regions of slices, on any number of ranks, and says how well."""
+"""The command `cocodiff inpaint`: restores masked regions of slices on any number of ranks, and measures quality."""
 
 from __future__ import annotations
 
@@ -93,11 +93,12 @@ OPTIONS = (
     Option("out", "folder of the results", "restored"),
     *JOB_OPTIONS,
 )
-# What the options of volumes are where each slice is restored, or cut from, by itself.
+# Values of the options for volumes, in jobs that treat each slice by itself.
 SLICE_BY_SLICE = {"samples": 1, "axes": ["z"], "hidden_test": False, "keep_samples": False, "quality": None}
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run `cocodiff inpaint` with the words after it. Return the exit code."""
     started = time.monotonic()
     values = parse("inpaint", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
     launch, ranks = settle(values, launch)
@@ -113,7 +114,10 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def read_alike(tasks: list[Any]) -> dict[str, str]:
-    """What ranks must have read alike: each reads the inputs by itself, and decides by them."""
+    """Return what must be equal on all ranks, by name: ranges of intensities and masked slices.
+
+    Each rank reads the inputs by itself and decides by them.
+    """
     found = {}
     for task in tasks:
         stack, mask = task.stack.name, task.mask
@@ -124,7 +128,7 @@ def read_alike(tasks: list[Any]) -> dict[str, str]:
 
 
 def check_truth(quality: Quality | None, task: Any) -> None:
-    """Raises UserError for a loss against a truth that is not there."""
+    """Raise UserError if the bound on quality is a loss against the truth, and a task's truth is unknown."""
     if quality is not None and quality.bound.against == "truth" and task.truth is None:
         raise UserError(
             f"--quality {quality.bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
@@ -133,7 +137,10 @@ def check_truth(quality: Quality | None, task: Any) -> None:
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
-    """Checks the request against machine, model and output. Raises UserError; writes nothing."""
+    """Check the request against machine, model and output, and return it prepared.
+
+    Raise UserError if it cannot be run. Nothing is written. `--steps auto` becomes a number in `values`.
+    """
     fresh = values["fresh_noise"]
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"], keeps=fresh is not None)
     if values["steps"] == "auto":
@@ -153,7 +160,7 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
 
 
 def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
-    """The job with its ranks divided into replicas and guidance. Raises UserError."""
+    """Return the job with its ranks divided into replicas and guidance branches. Raise UserError if they cannot be."""
     from cocodiff_eval.harness.items import count_batches
     from cocodiff_eval.harness.restoring import SMALL_MODEL, frames_of, slices_together, tiles_in_a_call
     from cocodiff_eval.harness.tasks import describe_inputs
@@ -175,9 +182,13 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
 
 
 def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
-    """Return a `tasks.Task` for each input and mask, and tell what the user has to know of these.
+    """Return a `tasks.Task` for each input and mask, and print remarks on them for the user.
 
-    unmasked: where nothing is restored, the name of a mask that hides nothing. Raises UserError; writes nothing.
+    Raise UserError for inputs that cannot be used. Nothing is written.
+
+    Args:
+        values: the options.
+        unmasked: the mask's name that stands for no mask, in commands that do not restore; else None.
     """
     from cocodiff_eval.data.formats import result_format
     from cocodiff_eval.data.intensity import compare_truth, intensity_range, parse_range

@@ -1,6 +1,6 @@
-"""`cocodiff sweep`: `inpaint` with the presets of a grid, and what its figures say together.
+"""The command `cocodiff sweep`: `inpaint` with the presets of a grid, and their figures in common tables.
 
-Ranks start once and load the model once. A killed sweep, started again, goes on where it was.
+Ranks start once and load the model once. A sweep that was killed continues if it is started again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from cocodiff_eval.harness.quality import BOUND_OPTIONS
 from cocodiff_eval.harness.session import Prepared, start_job
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."
-# What a sweep fixes of inpaint's options: it restores each slice once along z, and compares all with the exact run.
+# Options of inpaint that a sweep fixes: it restores each slice once along z, and compares all with the exact run.
 FIXED = {**SLICE_BY_SLICE, "exact": True, "exact_slices": 10**9}
 LEFT_AWAY = (*FIXED, "preset", "fresh_noise", *(one.name for one in BOUND_OPTIONS))
 CHANGED: dict[str, dict[str, Any]] = {
     "input": {"required": False},  # --report_only needs none
     "mask": {"help": "block, center or mask files; by default the file's", "default": None},
     "steps": {"help": "steps that run; one or more numbers; by default the file's", "default": None, "many": True},
-    "parallel": {"default": "off"},  # a point's bytes and seconds are those of its preset on all ranks, unless told
+    "parallel": {"default": "off"},  # by default bytes and seconds are those of a preset on all ranks
     "resume": {"default": True},
     "out": {"default": "sweep"},
     "overwrite": {"help": "start afresh where a sweep has been"},
@@ -50,8 +50,9 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run `cocodiff sweep` with the words after it. Return the exit code."""
     started = time.monotonic()
-    # what a sweep varies is the points' business
+    # Settings that a sweep varies come from the grid's points, so they are no options of the command.
     options = with_settings(OPTIONS, lambda one: one.given != "sweep")
     values = parse("sweep", ABOUT, options, words, (*SECTIONS, *FIXED), SHOWN)
     if values["report_only"]:
@@ -71,7 +72,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def check_request(values: dict[str, Any]) -> None:
-    """Raises UserError for what no grid, machine or model need be known for."""
+    """Raise UserError for a request that is wrong whatever the grid, machine and model are."""
     for name, value in FIXED.items():
         if values[name] not in (None, value):
             raise UserError(f"{name}: a sweep has {value}, and not {reprlib.repr(values[name])}: leave it away")
@@ -83,7 +84,13 @@ def check_request(values: dict[str, Any]) -> None:
 
 
 def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> tuple[Prepared, list[Any]]:
-    """The request and its tasks: each stack and mask at every number of steps. Raises UserError; writes nothing."""
+    """Check the request, and return it prepared with its tasks: each stack and mask at every number of steps.
+
+    Raise UserError if it cannot be run. Nothing is written.
+
+    Args:
+        started: time at which the command began, as of `time.monotonic`.
+    """
     check_counts(values, "steps")
     check_strength(values["strength"], grid.steps)
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"])
@@ -108,7 +115,7 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> t
 
 
 def check_point(point: Point, topology: Topology) -> None:
-    """Raises UserError for a ring that does not divide the ranks, and `chunks: auto` on a machine without a table."""
+    """Raise UserError for a ring that does not divide the ranks, or `chunks: auto` on a machine without a table."""
     from cocodiff.topology.axes import Mesh
 
     try:
@@ -121,7 +128,7 @@ def check_point(point: Point, topology: Topology) -> None:
 
 
 def report(folder: Path) -> None:
-    """Draws the picture of a finished sweep again, and prints its tables. Raises UserError for no results."""
+    """Draw the picture of a finished sweep again, and print its tables. Raise UserError if there are no results."""
     from cocodiff.jobs.folder import storage_faults
     from cocodiff_eval.report.sweeps import PARETO, read_rows, save_pareto, told
 

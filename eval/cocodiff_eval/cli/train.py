@@ -1,4 +1,4 @@
-"""`cocodiff train`: makes the embedded model one of a user's own volumes."""
+"""The command `cocodiff train`: trains the embedded model on a user's own volumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ABOUT = (
     "Train the embedded model on patches of known voxels of your own volumes. An eighth of each volume is held out and "
     "tells whether it helps; `cocodiff inpaint --model FOLDER` takes the result."
 )
-NOTHING = "none"
+NOTHING = "none"  # the mask's name that hides nothing
+# options by the heading that `--help` shows them under
 SHOWN = {"data": "input mask grow invert slices roi range", "training": "model anew iterations batch patches rate seed"}
 OPTIONS = (
     Option("input", "volumes or slices, in every format that inpaint reads", many=True, required=True),
@@ -47,6 +48,7 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
+    """Run `cocodiff train` with the words after it. Return the exit code."""
     options = with_settings(OPTIONS, lambda one: one.given == "machine")
     values = parse("train", ABOUT, options, words, headings=SHOWN)
     launch, ranks = settle(values, launch)
@@ -73,6 +75,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     config = Config.preset("flat", **engine_settings(values))
 
     def imports() -> None:
+        """Import what ranks need before they are forked, so that they share it."""
         if not values["quiet"]:
             note("importing torch and diffusers")
         import cocodiff_eval.harness.training  # noqa: F401  before ranks are forked, so that they share it
@@ -81,7 +84,15 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def work(tasks: list[Any], values: dict[str, Any], weights: Path, output: OutputFolder, transport: Any) -> None:
-    """One rank's part."""
+    """Train on one rank.
+
+    Args:
+        tasks: the inputs and the masks of what is missing in them.
+        values: the options.
+        weights: folder of the model to start from.
+        output: folder of the results.
+        transport: sends between ranks.
+    """
     from cocodiff_eval.harness.training import train
 
     train(tasks, values, weights, output, transport)

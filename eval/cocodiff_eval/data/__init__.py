@@ -1,4 +1,5 @@
-"""Volumes, slices and masks, in every format. Below: the words of `--format`, for those who may not import NumPy."""
+"""The formats of volumes, slices and masks. The words of `--format` stand here, so that reading them imports no
+NumPy."""
 
-SAME = "same"  # that of the input, TIFF for PNG
-WRITTEN = ("tiff", "sequence", "zarr", "h5", "npy", "mrc")
+SAME = "same"  # the input's own format; TIFF if the input is PNG
+WRITTEN = ("tiff", "sequence", "zarr", "h5", "npy", "mrc")  # formats that results can be written in

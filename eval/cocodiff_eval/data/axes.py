@@ -1,4 +1,4 @@
-"""The axes of a volume, where its file names them: slices, rows and columns come last, in this order."""
+"""The axes of a volume as its file names them. Slices, rows and columns must come last, in this order."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from typing import Any
 from cocodiff.config.errors import UserError
 from cocodiff_eval.data.volume import format_shape, plain
 
-# Names of axes that are no depth, where no type is told.
+# Names of axes that are not spatial, for files that give no type of an axis.
 NO_SPACE = {"t", "time", "times", "timepoint", "timepoints", "c", "channel", "channels", "wavelength", "energy"}
 
 
 def axes_of(given: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return axes, each with its `name`, of names alone or of mappings as NGFF has them from 0.4 on."""
+    """Return axes, given as names or as NGFF's mappings (from 0.4 on), as dictionaries that have a `name`."""
     return [dict(one) if isinstance(one, Mapping) else {"name": one} for one in given or ()]
 
 
 def count_leading(given: Sequence[Any], shape: Sequence[int], path: str, what: str = "file") -> int:
-    """Return how many axes stand before slices, rows and columns: time and channel, or if none is named all but three.
+    """Return the number of axes before slices, rows and columns, such as time and channel.
 
-    Raise UserError if one of them is longer than 1, and for slices, rows and columns in another order. given: the
-    axes in the file, empty where it names none. what: a thing of the format, which the part to restore can be.
+    If no axis is named, it is the number of all axes but three. Raise UserError if such an axis is longer than 1, or if
+    slices, rows and columns are in another order.
+
+    Args:
+        given: the axes in the file; empty if it names none.
+        shape: the lengths of the array's axes.
+        path: the volume's path, for errors.
+        what: what a part can be saved as in this format, for errors ("file", "store").
     """
     axes, sizes = axes_of(given), format_shape(tuple(shape))
     names = ", ".join(str(axis["name"]) for axis in axes)
@@ -54,13 +60,13 @@ def count_leading(given: Sequence[Any], shape: Sequence[int], path: str, what: s
 
 
 def _is_outside(axis: Mapping[str, Any]) -> bool:
-    """Return True for an axis that is none of space."""
+    """Return True if an axis is not spatial, such as time or channel."""
     kind = axis.get("type")
     return kind != "space" if isinstance(kind, str) else str(axis["name"]).lower() in NO_SPACE
 
 
 def plain_attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of an object of HDF5 as plain data, None for those of types that h5py has not."""
+    """Return the attributes of an HDF5 object as plain data, by name; None for a value that h5py cannot read."""
     found = dict.fromkeys(node.attrs)
     for name in found:
         with contextlib.suppress(Exception):
@@ -69,10 +75,12 @@ def plain_attributes(node: Any) -> dict[str, Any]:
 
 
 def name_axes(dataset: Any) -> list[str]:
-    """Return the names of the axes of a dataset of HDF5 by its scales or their labels, NeXus, or ilastik; empty where
-    none fit."""
+    """Return the names of an HDF5 dataset's axes; empty if there are none, or not one for each axis.
+
+    They are taken from dimension scales or labels, else from NeXus' attribute `axes`, else from ilastik's `axistags`.
+    """
     found, about, of_group = list[Any](), plain_attributes(dataset), plain_attributes(dataset.parent)
-    with contextlib.suppress(Exception):  # scales that are not there
+    with contextlib.suppress(Exception):  # the file may name scales that it does not hold
         found.append([axis.label or Path(axis[0].name if len(axis) else "").name for axis in dataset.dims])
     given = (of_group if of_group.get("signal") == Path(dataset.name).name else about).get("axes")
     found.append(re.split("[:, ]+", given.strip("[] ")) if isinstance(given, str) else given)

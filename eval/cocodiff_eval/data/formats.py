@@ -1,4 +1,4 @@
-"""The table of formats: which opener a path goes to, and what writes a result."""
+"""The table of file formats: the function that opens a path, and the one that writes a result."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ from cocodiff_eval.data.volume import (
     writing,
 )
 
-PNG_CHANNELS = {0: 1, 2: 3, 3: 4, 4: 2, 6: 4}  # by colour type; a palette's images are read as RGBA
+PNG_CHANNELS = {0: 1, 2: 3, 3: 4, 4: 2, 6: 4}  # number of channels by colour type; palettes are read as RGBA
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def _read_png(file: str) -> np.ndarray:
+    """Return the pixels of a grey PNG, [Y, X], uint8 or uint16. Raise UserError for colour and for damaged files."""
     from PIL import Image
 
     with reading(f"{file}: not a readable PNG", "save it again"), quiet_libraries():
@@ -66,11 +67,15 @@ def _read_png(file: str) -> np.ndarray:
 
 
 def open_png(file: str) -> Stack:
+    """Open a PNG file as a volume of one slice. Its pixels are read at once."""
     return stack_of_array(file, _read_png(file), Metadata("png"))
 
 
 def open_npy(file: str) -> Stack:
-    """Raises UserError for files with objects in them, which would have to be unpickled, and for damaged ones."""
+    """Open a NumPy file, whose voxels are mapped to memory.
+
+    Raise UserError for a damaged file, and for one with objects in it, which would have to be unpickled.
+    """
     with reading(f"{file}: not a readable .npy file", "save it again with numpy.save"):
         voxels = np.load(file, mmap_mode="r", allow_pickle=False)
     byteorder = ">" if voxels.dtype.newbyteorder("S").isnative and voxels.dtype.itemsize > 1 else "<"
@@ -78,6 +83,7 @@ def open_npy(file: str) -> Stack:
 
 
 def write_npy(new: NewVolume) -> None:
+    """Write a result as a NumPy file, slice by slice."""
     about = {"descr": new.stored.str, "fortran_order": False, "shape": new.stored_shape}
     with new.path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, about)
@@ -95,16 +101,16 @@ _HDF5_PATTERN = re.compile(r"^(?P<file>.+\.(?:h5|hdf5|hdf|nxs))(?::+(?P<dataset>
 
 @dataclass(frozen=True)
 class Format:
-    """A file format: how it is read and, where it can be, written."""
+    """A file format: the functions that read and write it."""
 
-    suffixes: tuple[str, ...]  # of the files that `opener` reads
-    opener: Callable[[str], Stack] | None = None
+    suffixes: tuple[str, ...]  # suffixes of the files that `opener` reads, in lower case
+    opener: Callable[[str], Stack] | None = None  # None if `open_volume` opens this format in another way
     writer: Callable[[NewVolume], None] | None = None  # None for a format that is only read
-    suffix: str = ""  # of the files that `writer` makes
-    needs: str = ""  # the module that `writer` imports
+    suffix: str = ""  # suffix of the files that `writer` makes
+    needs: str = ""  # the module that `writer` imports; "" for none
 
 
-# By the word of --format. Folders, patterns, stores and datasets within files are told apart by `open_volume`.
+# Formats by the word of --format. `open_volume` recognises folders, patterns, stores and datasets within files.
 FORMATS = {
     "png": Format((".png",), open_png),
     "tiff": Format((".tif", ".tiff"), open_tiff, write_tiff, ".tif", "tifffile"),
@@ -118,9 +124,15 @@ FORMATS = {
 
 @one_line_of_imports()
 def result_format(word: str, volume: Stack) -> str:
-    """The word of FORMATS that a result is written in. word: `same` for that of the input, TIFF where it is PNG.
+    """Return the word of FORMATS for the format of a result.
 
-    Raises UserError where what writes the format does not import: before a run, for it would fail in the end."""
+    Raise UserError if the library that writes it cannot be imported, so that a run fails at its start and not at its
+    end.
+
+    Args:
+        word: the user's choice; `same` is the format of `volume`, or TIFF if that is PNG.
+        volume: the input.
+    """
     kind = volume.metadata.kind.replace("hdf5", "h5") if word == SAME else word
     word = kind if kind in WRITTEN else "tiff"
     if needs := FORMATS[word].needs:
@@ -137,16 +149,24 @@ def write_volume(
     read: Reader,
     provenance: Mapping[str, Any],
 ) -> NewVolume:
-    """Writes a result of an input's shape in one of FORMATS, in the place of one of that name; returns when it is on
-    the disk. name: of the file, from its suffix; read: a slice of the dtype, [Y, X].
+    """Write a result to disk in one of FORMATS, and return it. An earlier file or folder of that name is replaced.
 
-    Raises UserError for what the format cannot hold; a full disk stays an OSError.
+    Raise UserError if the format cannot hold the result. A full disk stays an OSError.
+
+    Args:
+        word: the format, a key of FORMATS.
+        folder: the folder that the result is written in.
+        name: gives the file's name for a suffix.
+        like: the input, whose shape and metadata the result has.
+        dtype: the dtype of the result.
+        read: gives a slice of the result, [Y, X] of that dtype.
+        provenance: how the result was made, for the file's metadata.
     """
     one = FORMATS[word]
     assert one.writer is not None, word
     path = folder / name(one.suffix)
     new = NewVolume(path, like.shape, dtype, like.ndim, read, like.metadata, provenance, like.region)
-    if path.is_dir():  # of a start that was killed here
+    if path.is_dir():  # left by a run that was killed while it wrote
         shutil.rmtree(path)
     with writing(path):
         one.writer(new)
@@ -158,12 +178,15 @@ def write_volume(
 
 @one_line_of_imports()
 def open_volume(path: str, follow_links: bool = False) -> Stack:
-    """Open slices; reads no voxels yet (but for PNG, which has no random access).
+    """Open a slice or a stack. No voxels are read yet, except from PNG, which has no random access.
 
-    path: a PNG, TIFF or NumPy file, a folder of TIFF files or a pattern of their names, HDF5 as `file.h5:/dataset`, or
-    Zarr as `store.zarr` or `store.zarr:/image`. follow_links: read other files that an HDF5 file names.
-    Raises UserError for a missing, unreadable or unsupported file, for anything that is not 2-D or 3-D grey data, and
-    for slices that this machine's memory cannot hold.
+    Raise UserError for a missing, unreadable or unsupported file, and for data that are not grey and 2-D or 3-D. Raise
+    it also for slices that do not fit in this machine's memory.
+
+    Args:
+        path: a PNG, TIFF, MRC or NumPy file, or a folder of TIFF files or a pattern of their names. HDF5 is named as
+            `file.h5:/dataset`, and Zarr as `store.zarr` or `store.zarr:/image`.
+        follow_links: True to read other files that an HDF5 file names.
     """
     path = str(path)
     if not path:
@@ -173,7 +196,8 @@ def open_volume(path: str, follow_links: bool = False) -> Stack:
     if path.startswith("~") and not is_there(path):
         raise UserError(f"{path}: no shell has replaced the ~; name it as {os.path.expanduser(path)}")  # noqa: PTH111
     store = split_store(path)
-    in_plain_folder = is_there(path) and (Path(path).is_file() or holds_slices(path))  # whose name alone is a store's
+    # a file, or a folder of TIFF files, that only has a name like a Zarr store's
+    in_plain_folder = is_there(path) and (Path(path).is_file() or holds_slices(path))
     if store and (is_store(store[0]) or not in_plain_folder):
         return open_zarr(*store)
     if is_pattern(path) or is_folder(path):

@@ -1,7 +1,8 @@
-"""HDF5 datasets as volumes, and as results: contiguous, with what the input said beside its voxels.
+"""HDF5 datasets as volumes and as results. A result is stored contiguously, with the input's metadata and small
+datasets.
 
-A file may name other files, as links, external storage or sources of virtual datasets; what they hold is read only
-where the user allows it.
+An HDF5 file may name other files, as links, external storage or sources of virtual datasets. These are read only if the
+user allows it.
 """
 
 from __future__ import annotations
@@ -44,20 +45,23 @@ from cocodiff_eval.data.volume import (
 )
 
 log = logging.getLogger("cocodiff.eval")
-MOST_LINKS = 64  # that lead on to another; more are a circle
+MOST_LINKS = 64  # links that are followed in a row; more are taken for a circle
 DATA_EXCHANGE = "/exchange/data"
 FRAME = re.compile(r"^(?P<stem>.*?)(?P<numbers>(?:_?\d+)+)(?:\.tiff?)?$", re.IGNORECASE | re.DOTALL)
 MOST_VISITED = 1000  # objects of a file that are looked at to list its datasets
-Placed = dict[Any, str | None]  # paths of objects in the result, by their keys in the input
+Placed = dict[Any, str | None]  # path of each object in the result, by its key in the input; None if it is not there
 OPEN_ELSEWHERE = "it is open elsewhere for writing: close it there, or read a copy (after a crash: h5clear -s)"
 
 
 def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
-    """A dataset, or a group of frames (ALS 8.3.2), none of whose voxels are read yet.
+    """Open a dataset, or a group of frames (ALS beamline 8.3.2), as a volume. No voxels are read yet.
 
-    dataset: where it is None, Data Exchange's `/exchange/data`, else the one group of frames. follow_links: read other
-    files that this one names. Raises UserError for a file that is no HDF5, a dataset that is not there, and other files
-    unless they are allowed.
+    Raise UserError for a file that is not HDF5, for a missing dataset, and for other files that are not allowed.
+
+    Args:
+        file: the HDF5 file.
+        dataset: path in the file; None for Data Exchange's `/exchange/data`, else the only group of frames.
+        follow_links: True to read other files that this one names.
     """
     with _errors(f"{file}: not a readable HDF5 file"), h5py.File(file, "r") as h5:
         if dataset is None:
@@ -91,11 +95,11 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
 
 
 def _default(h5: Any, follow_links: bool) -> str | None:
-    """The object that is meant where none is named; None where that is not clear."""
+    """Return the path of the object to open if the user names none; None if it is not clear which."""
     if h5.get(DATA_EXCHANGE.strip("/"), getlink=True) is not None:
         return DATA_EXCHANGE if _find(h5, DATA_EXCHANGE, follow_links)[0] is not None else None
     group = h5
-    for _ in range(MOST_LINKS):  # ALS 8.3.2: one group, perhaps within others
+    for _ in range(MOST_LINKS):  # files of ALS 8.3.2: one group, perhaps within others
         if find_frames(group):
             return str(group.name)
         inner = [name for name in group if isinstance(group.get(name, getlink=True), h5py.HardLink)]
@@ -107,8 +111,11 @@ def _default(h5: Any, follow_links: bool) -> str | None:
 
 
 def find_frames(group: Any) -> list[str]:
-    """The names of a group's frames in the order of their numbers: datasets [Y, X] or [1, Y, X] whose names end in a
-    number, at least two but in a result of ours; bright (`bak`) and dark (`drk`) frames are none of them."""
+    """Return the names of a group's frames in the order of their numbers; empty if it has none.
+
+    Frames are datasets [Y, X] or [1, Y, X] whose names end in a number, except bright (`bak`) and dark (`drk`) ones. A
+    single frame counts only in a result that cocodiff has written.
+    """
     found: list[tuple[list[int], str]] = []
     for name in group:
         match = FRAME.match(name)
@@ -121,8 +128,14 @@ def find_frames(group: Any) -> list[str]:
 
 
 def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_links: bool) -> Stack:
-    """Return a group of frames, at `place` in the file, as a stack. Raises UserError that names the frame which is not
-    like the first."""
+    """Return a group of frames as a volume, a frame for each slice.
+
+    Raise UserError with the name of the first frame whose shape or dtype differs from the first one's.
+
+    Args:
+        place: path of the group in the file.
+        frames: names of the frames, in order.
+    """
     first = group[frames[0]]
     for name, frame in zip(frames, map(group.get, frames), strict=True):
         _check_storage(frame, follow_links)
@@ -145,11 +158,17 @@ def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_li
 
 
 def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Metadata:
-    """Read what a dataset's attributes say, and those of its group: a voxel's size as Fiji writes it
-    (`element_size_um`) or as ALS 8.3.2 does (`pxsize`, in mm). place: of the dataset, or of the group of frames."""
+    """Return the metadata of a dataset, from its own attributes and its group's.
+
+    The voxel size is read as Fiji writes it (`element_size_um`), as cocodiff's results have it, or as ALS 8.3.2 writes
+    it (`pxsize`, in mm).
+
+    Args:
+        place: path in the file of the dataset, or of its group of frames.
+    """
     attributes, of_group = plain_attributes(dataset), plain_attributes(dataset.parent)
     sides, unit = attributes.get("element_size_um"), "micrometer"
-    if sides is None and "unit" in attributes:  # of a result whose input has none
+    if sides is None and "unit" in attributes:  # written by `_describe` where the unit is unknown
         sides, unit = attributes.get("voxel_size"), attributes["unit"]
     elif sides is None and "pxsize" in of_group:
         sides, unit = 3 * (of_group["pxsize"] if isinstance(of_group["pxsize"], list) else [of_group["pxsize"]]), "mm"
@@ -167,11 +186,12 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
 
 
 def _errors(what: str) -> AbstractContextManager[None]:
-    """Damaged headers, types that numpy has not: h5py raises many kinds."""
+    """Return a context that raises a UserError about `what` for every error of h5py, such as a damaged header."""
     return reading(what, "check it with h5ls", {"unable to lock": OPEN_ELSEWHERE, "open for write": OPEN_ELSEWHERE})
 
 
 def _list_datasets(h5: Any) -> str:
+    """Return a phrase that lists the file's 2-D and 3-D datasets, for errors."""
     found: list[str] = []
     visited = count(1)
 
@@ -185,8 +205,10 @@ def _list_datasets(h5: Any) -> str:
 
 
 def _find(h5: Any, path: str, follow_links: bool) -> tuple[Any, str]:
-    """Return the object of a path, link by link, and its path without soft links, up to a link to another file; None
-    where there is no such object. Raises UserError for another file unless `follow_links`."""
+    """Return the object at a path, and its path without soft links up to a link to another file.
+
+    The object is None if there is none. Raise UserError for a link to another file unless `follow_links`.
+    """
     node, names, led_on, passed, place = h5, path.split("/"), 0, list[str](), ""
     while names:
         name = names.pop(0)
@@ -214,8 +236,14 @@ def _find(h5: Any, path: str, follow_links: bool) -> tuple[Any, str]:
 
 
 def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
-    """Raises UserError for filters that this HDF5 has not; for voxels in other files, directly or through virtual
-    datasets, unless `follow_links`; and for such voxels that are not there, which HDF5 reads as fill values."""
+    """Raise UserError if the voxels of a dataset cannot or may not be read.
+
+    That is the case for a filter that this HDF5 lacks, and for voxels in other files unless `follow_links`. It is so
+    too for voxels of external files or virtual sources that are missing, which HDF5 would read as fill values.
+
+    Args:
+        depth: number of virtual datasets that led to this one.
+    """
     file, name = dataset.file.filename, dataset.name
     if depth > MOST_LINKS:
         raise UserError(f"{file}: {name} is made of more than {MOST_LINKS} virtual datasets in a row, in a circle?")
@@ -251,11 +279,13 @@ def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
 
 
 def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Of each source of a virtual dataset the file, the dataset and the least shape; of numbered ones (`part%b.h5`) up
-    to the last that is there."""
+    """Yield each source of a virtual dataset: its file, its dataset, and the least shape that it must have.
+
+    Numbered sources (`part%b.h5`) are given up to the last one that exists.
+    """
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         shape: tuple[int, ...] = ()
-        with contextlib.suppress(RuntimeError, ValueError):  # all of it, whatever its shape, or without an end
+        with contextlib.suppress(RuntimeError, ValueError):  # a selection of everything, or without an end
             shape = tuple(end + 1 for end in source.src_space.get_select_bounds()[1])
         own, last = source.file_name == ".", 0
         if "%b" in (source.dset_name if own else source.file_name).replace("%%", ""):
@@ -268,19 +298,28 @@ def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def numbered(name: str, number: int) -> str:
-    """The name of a source of a virtual dataset as HDF5 spells it, with its number in the place of `%b`."""
+    """Return the name of a virtual dataset's source with its number in the place of `%b`, as HDF5 spells it."""
     return re.sub("%([%b])", lambda sign: "%" if sign[1] == "%" else str(number), name)
 
 
 def _places(file: str, other: str) -> list[Path]:
-    """Where HDF5 looks for another file that a file names, in this order."""
+    """Return the paths at which HDF5 looks for another file that a file names, in its order."""
     names = (other, Path(other).name)[: 1 + Path(other).is_absolute()]
     return [folder / name for name in names for folder in (Path(file).parent, Path(), Path(file).resolve().parent)]
 
 
 def _check_other(file: str, what: str, other: str, follow_links: bool, places: Sequence[Path] | None = None) -> Path:
-    """Return the place of another file that a file names. Raises UserError unless `follow_links` or it is the file
-    itself, where it is not there, and for pipes and devices always. places: where it may be."""
+    """Return the path of another file that a file names.
+
+    Raise UserError unless `follow_links`, except if the other file is this file. Raise it also if the other file is
+    missing, or if it is a pipe or a device.
+
+    Args:
+        file: the file that names the other one.
+        what: what is stored there, for errors.
+        other: the other file's name.
+        places: paths at which it may be; None for those of HDF5.
+    """
     place = next(filter(is_there, places or _places(file, other)), None)
     if not follow_links and not (place and place.samefile(file)):
         raise UserError(
@@ -294,13 +333,16 @@ def _check_other(file: str, what: str, other: str, follow_links: bool, places: S
     return place
 
 
-MOST_COPIED = 2**20  # bytes of a dataset beside the voxels that is copied: angles, positions, names
-LONGEST_ATTRIBUTE = 2**15  # bytes; HDF5 takes 64 KiB with all that goes with it
+MOST_COPIED = 2**20  # bytes; larger datasets beside the voxels are not copied (angles, positions and names are small)
+LONGEST_ATTRIBUTE = 2**15  # bytes; HDF5 holds 64 KiB, including the attribute's header
 
 
 def write_hdf5(new: NewVolume) -> None:
-    """Write an HDF5 file. Of an HDF5 input its names, attributes and small datasets are kept, and a frame stays a
-    dataset; else it is Data Exchange's `/exchange/data`."""
+    """Write a result as an HDF5 file.
+
+    If the input is HDF5, its names, attributes and small datasets are kept, and each frame stays a dataset. Otherwise
+    the result is Data Exchange's `/exchange/data`.
+    """
     details, of_hdf5 = new.metadata.details, new.metadata.kind == "hdf5"
     place = str(details["object"]) if of_hdf5 else DATA_EXCHANGE
     frames = details.get("frames", ()) if of_hdf5 else ()
@@ -311,11 +353,11 @@ def write_hdf5(new: NewVolume) -> None:
         _write_voxels(file, own, new)
         if of_hdf5:
             with h5py.File(details["file"], "r") as old:
-                # Kept open, as their file may be another one: a file that is opened again has other keys.
+                # Nodes stay open: they may lie in another file, and a file that is opened again has other keys.
                 nodes = {name: old[name] for name in names}
                 for name in own:
                     _copy_attributes(nodes[name], file[name], details.get("without", ()))
-                placed = _copy_around(old, file, nodes, set(own), new)  # not of frames outside a region either
+                placed = _copy_around(old, file, nodes, set(own), new)  # frames outside the region are left out
                 for path in filter(None, placed.values()):
                     _attach_scales(nodes.get(path) or old[path], file, path, placed)
         else:
@@ -326,12 +368,15 @@ def write_hdf5(new: NewVolume) -> None:
 
 
 class _HdfStream(io.FileIO):
-    """The file that HDF5 writes to. A write that fails is HDF5's undoing: it prints tracebacks while it closes, and may
-    crash. So it is kept from HDF5, and raised at the block's end."""
+    """The file that HDF5 writes to. It hides errors of writing from HDF5 and raises the first one when it is closed.
 
-    fault: OSError | None = None
+    HDF5 prints tracebacks and may crash if a write fails while it closes.
+    """
+
+    fault: OSError | None = None  # the first error of a write; nothing is written after it
 
     def write(self, data: Any) -> int:
+        """Write bytes, unless a write has failed before. Return their number in any case."""
         left = memoryview(data)
         try:
             while left and self.fault is None:
@@ -347,7 +392,11 @@ class _HdfStream(io.FileIO):
 
 
 def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None:
-    """Write the voxels. names: of the one dataset, or of frames."""
+    """Write the voxels of a result.
+
+    Args:
+        names: path of the dataset, or of each frame.
+    """
     if "frames" not in new.metadata.details:
         dataset = file.create_dataset(names[0], new.stored_shape, new.stored)
         for index, image_YX in enumerate(new.slices()):
@@ -358,6 +407,7 @@ def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None
 
 
 def _describe(dataset: h5py.Dataset, new: NewVolume) -> None:
+    """Write the metadata of an input of another format as attributes of the new dataset."""
     kept = new.metadata
     if kept.voxel_size and kept.unit:
         dataset.attrs["element_size_um"] = np.array(kept.voxel_size) * (LENGTHS[kept.unit][1] / 1e-6)
@@ -372,7 +422,7 @@ def _describe(dataset: h5py.Dataset, new: NewVolume) -> None:
 
 
 def _say(node: Any, name: str, text: str) -> None:
-    """A text as an attribute; one that is too long for an attribute as a dataset of its own."""
+    """Write a text as an attribute of `node`, or as a dataset under /process if it is too long for an attribute."""
     if len(text.encode()) < LONGEST_ATTRIBUTE:
         node.attrs[name] = text
     else:
@@ -380,11 +430,19 @@ def _say(node: Any, name: str, text: str) -> None:
 
 
 def _copy_around(old: Any, new: Any, nodes: Mapping[str, Any], own: Collection[str], result: NewVolume) -> Placed:
-    """Copy the names, the attributes of groups, and the small datasets beside the voxels; nothing that lies in other
-    files. An object of several names has them all. Of a file with very many objects the first ones, with a warning.
+    """Copy what lies beside the voxels: names, the groups' attributes, and small datasets. Return their new paths by
+    key.
 
-    nodes: the dataset or the frames by path, of which `own` are in `new`. The datasets that a virtual one is made of
-    hold the input's voxels, and are left out. Scales are cut to the region of the result.
+    Nothing that lies in other files is copied, and neither are sources of a virtual dataset, which hold the input's
+    voxels. An object that has several names keeps all of them. Scales are cut to the result's region. A file with very
+    many objects is copied in part, with a warning.
+
+    Args:
+        old: the input's open file.
+        new: the result's open file.
+        nodes: the dataset or the frames, by path.
+        own: paths of `nodes` that are in the result.
+        result: the result that is written.
     """
     restored = {_key(node): name if name in own else None for name, node in nodes.items()}
     place, dataset = next(iter(nodes.items()))
@@ -393,7 +451,7 @@ def _copy_around(old: Any, new: Any, nodes: Mapping[str, Any], own: Collection[s
     placed |= {_key(old[path]): path for path in reversed(above)} | restored
     parts = _cut_scales(dataset, result.region) if result.region is not None and len(nodes) == 1 else {}
     todo, visited, most = [(old[path], new[path]) for path in above], count(1), MOST_VISITED + len(nodes)
-    for group, copy in todo:  # which grows meanwhile
+    for group, copy in todo:  # the loop appends to the list
         _copy_attributes(group, copy)
         for name in group:
             if next(visited) > most:
@@ -423,21 +481,23 @@ def _copy_around(old: Any, new: Any, nodes: Mapping[str, Any], own: Collection[s
 
 
 def _try(h5: Any, path: str, follow_links: bool) -> Any:
-    """Return the object of a path; None where it is not there, damaged, or in a file that may not be read."""
+    """Return the object at a path; None if it is missing, damaged, or in a file that may not be read."""
     with contextlib.suppress(UserError, KeyError, OSError, RuntimeError):
         return _find(h5, path, follow_links)[0]
     return None
 
 
 def _key(node: Any) -> tuple[int, int]:
-    """Return a key that is the same for all names of an object as long as its file is open."""
+    """Return a key of an object that is equal for all its names, as long as its file is open."""
     about = h5py.h5o.get_info(node.id)
     return about.fileno, about.addr
 
 
 def _cut_scales(dataset: Any, region: Region) -> dict[Any, slice]:
-    """Return the part of each scale of a dataset's axes, and of each dataset beside it that an axis is named after,
-    which belongs to a region; by key."""
+    """Return the part of each scale that belongs to a region, by the scale's key.
+
+    Scales are those attached to the dataset's axes, and datasets beside it that have the name of an axis.
+    """
     ends, found = [*map(slice, region.start, region.stop)][-dataset.ndim :], {}
     names = name_axes(dataset) or [""] * dataset.ndim
     for axis, name, side, part in zip(dataset.dims, names, dataset.shape, ends, strict=True):
@@ -448,8 +508,14 @@ def _cut_scales(dataset: Any, region: Region) -> dict[Any, slice]:
 
 
 def _attach_scales(old: Any, new: Any, path: str, placed: Placed) -> None:
-    """Attach to the axes of a dataset of a result, at `path`, those of the input's scales that are in the result too
-    and have the axis' length."""
+    """Attach the input's scales to the axes of a dataset of the result, if they were copied and have the axis' length.
+
+    Args:
+        old: the dataset in the input.
+        new: the result's open file.
+        path: path of the dataset in the result.
+        placed: as `_copy_around` returns it.
+    """
     for number, axis in enumerate(old.dims if "DIMENSION_LIST" in old.attrs else ()):
         for scale in _find_scales(axis):
             own = new.get(placed.get(_key(scale)) or "")
@@ -458,20 +524,24 @@ def _attach_scales(old: Any, new: Any, path: str, placed: Placed) -> None:
 
 
 def _find_scales(axis: Any) -> list[Any]:
-    with contextlib.suppress(Exception):  # scales that are not there
+    """Return the scales that are attached to an axis; empty if they cannot be read."""
+    with contextlib.suppress(Exception):  # the file may name scales that it does not hold
         return list(axis.values())
     return []
 
 
 def _own_sources(dataset: Any) -> Iterator[Any]:
-    """Give the datasets of the same file that a virtual one is made of, through further virtual ones."""
+    """Yield the datasets of the same file that a virtual dataset is made of, also through other virtual ones."""
     for other, path, _ in _sources(dataset):
         if other == "." and (source := _try(dataset.file, path, True)) is not None:
             yield from (source, *_own_sources(source))
 
 
 def _is_kept(node: Any, old: Any, restored: Collection[Any]) -> bool:
-    """Return True for a dataset that is small and has its voxels in the file `old`, or in `restored` datasets alone."""
+    """Return True if a dataset is copied: it is small, and its voxels lie in the file `old`.
+
+    A virtual dataset is kept if all its sources are `restored` datasets.
+    """
     if not isinstance(node, h5py.Dataset) or node.file != old or node.external:
         return False
     if node.is_virtual:
@@ -481,9 +551,9 @@ def _is_kept(node: Any, old: Any, restored: Collection[Any]) -> bool:
 
 
 def _copy_attributes(old: Any, new: Any, without: Collection[str] = ()) -> None:
-    """Copy all attributes but some, and but references to objects, which mean nothing in another file."""
+    """Copy attributes but those in `without` and references to objects, which are invalid in another file."""
     for name in [name for name in old.attrs if name not in without]:
-        with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py has not
+        with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py lacks
             stored = old.attrs.get_id(name).get_type().copy()
             if not stored.detect_class(h5py.h5t.REFERENCE):
                 new.attrs.create(name, old.attrs[name], dtype=h5py.Datatype(stored))

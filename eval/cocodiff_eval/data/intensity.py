@@ -1,5 +1,7 @@
-"""Intensities: the range outside the mask, normalising to [0, 1] and going back to the user's dtype; and how the truth
-of an input is told from that of another one: its known voxels are the input's."""
+"""Intensities: the range of known voxels, normalisation to [0, 1] and back to the input's dtype.
+
+The comparison of a truth with the known voxels of its input is here too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _TAPS = (0.125, 0.375, 0.375, 0.125)  # binomial (1, 3, 3, 1): enough smoothing 
 
 
 def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
-    """Weighted sums of four neighbours at every second place along `axis`; zeros lie beyond the ends."""
+    """Return weighted sums of four neighbours at every second place along `axis`, with zeros beyond the ends."""
     values = np.moveaxis(values, axis, 0)
     even = len(values) + len(values) % 2
     padded = np.pad(values, [(1, even + 1 - len(values)), (0, 0)])
@@ -27,9 +29,13 @@ def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def downsample(image_YX: np.ndarray, weight_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The next coarser image and its weight in [0, 1], the share of known voxels behind each sample (0: none, image 0).
+    """Return an image and its weights at half the resolution, both [ceil(Y/2), ceil(X/2)].
 
-    image_YX float64, weight_YX float64 in [0, 1]; both [Y, X] to [ceil(Y/2), ceil(X/2)].
+    A weight is the share of known voxels behind a sample, in [0, 1]. Where it is 0, the image is 0.
+
+    Args:
+        image_YX: float64 [Y, X].
+        weight_YX: float64 [Y, X] in [0, 1].
     """
     total = _smooth_halve(_smooth_halve(image_YX * weight_YX, 0), 1)
     weight = _smooth_halve(_smooth_halve(weight_YX, 0), 1)
@@ -39,6 +45,7 @@ def downsample(image_YX: np.ndarray, weight_YX: np.ndarray) -> tuple[np.ndarray,
 
 
 def _double(values: np.ndarray, axis: int, length: int) -> np.ndarray:
+    """Return `values` interpolated linearly to twice as many places along `axis`, cut to `length`."""
     values = np.moveaxis(values, axis, 0)
     before = np.concatenate([values[:1], values[:-1]])
     after = np.concatenate([values[1:], values[-1:]])
@@ -47,16 +54,17 @@ def _double(values: np.ndarray, axis: int, length: int) -> np.ndarray:
 
 
 def upsample(image_YX: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Linear interpolation onto the next finer level of `shape`, the inverse placement of `downsample`."""
+    """Return an image interpolated linearly to the next finer level of `shape`, with samples placed as in
+    `downsample`."""
     return _double(_double(image_YX, 0, shape[0]), 1, shape[1])
 
 
 def fill_from_outside(image_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
-    """`image_YX` as float64 with the masked voxels replaced by a smooth continuation of the others.
+    """Return an image as float64 whose masked voxels continue the known ones smoothly.
 
-    A pyramid of weighted means is built from known voxels only until every sample is known, then interpolated back into
-    the holes. Voxels outside the mask are unchanged; those inside (NaN and Inf included) influence no bit of
-    the result, which stays between the smallest and the largest known value. At least one voxel must be known.
+    A pyramid of weighted means is built from known voxels until every sample is known. It is then interpolated back
+    into the holes. Known voxels are unchanged. Masked ones, NaN and Inf included, influence no bit of the result, which
+    stays between the smallest and the largest known value. Raise ValueError if all voxels are masked.
     """
     if mask_YX.all():
         raise ValueError("all voxels are masked: there is nothing to fill from")
@@ -77,62 +85,61 @@ def fill_from_outside(image_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
     return np.where(mask_YX, np.clip(filled, float(known.min()), float(known.max())), image_YX).astype(np.float64)
 
 
-TAIL = 0.001  # the share of voxels below the lower percentile, and above the upper one
-# A spot of a few voxels is more than that share of a small image: there so many voxels lie beyond each percentile, up
-# to a larger share.
+TAIL = 0.001  # share of voxels below the lower percentile, and above the upper one
+# In a small image a spot of a few voxels exceeds that share. So at least TAIL_VOXELS voxels lie beyond each percentile,
+# but at most the share LARGEST_TAIL.
 TAIL_VOXELS, LARGEST_TAIL = 16, 0.01
-# How far beyond a percentile an outlier lies, in distances between both. Of 10^8 voxels of normally distributed noise
-# the largest lies .41 beyond.
+# How far beyond a percentile outliers begin, in distances between both percentiles. The largest of 10^8 voxels of
+# normally distributed noise lies .41 beyond.
 FENCE = 0.5
-LEAST_WITHIN = 0.01  # of the known voxels: a given range that fewer are in is a mistake
-SAMPLED = 1 << 20  # voxels that percentiles are taken of
-UNBOUNDED = 0.99  # of a type's numbers: an interval of so many says nothing
+LEAST_WITHIN = 0.01  # share of known voxels that a given range must contain; else it is taken for a mistake
+SAMPLED = 1 << 20  # number of voxels, about, that percentiles are computed from
+UNBOUNDED = 0.99  # share of a dtype's range: a wider interval means that nothing is known
 
 
 @dataclass(frozen=True)
 class IntensityRange:
-    """The intensities that are 0 and 1 for models, metrics and pictures, in the input's units: of a whole stack the
-    smallest and the largest known one that is no outlier.
+    """The two intensities that models, metrics and pictures take for 0 and 1, in the input's units.
 
-    extremes  the smallest and the largest of all known voxels, where `beyond` of them are outliers; None
-              where none is
-    declared  what the file's attributes say of its values
+    For a whole stack they are the smallest and the largest known voxel that is not an outlier.
     """
 
-    low: float
-    high: float
-    extremes: tuple[float, float] | None = None
-    beyond: int = 0
-    declared: Declared = field(default_factory=dict, hash=False)
+    low: float  # the intensity that is 0
+    high: float  # the intensity that is 1
+    extremes: tuple[float, float] | None = None  # smallest and largest of all known voxels; None without outliers
+    beyond: int = 0  # number of known voxels that are outliers
+    declared: Declared = field(default_factory=dict, hash=False)  # what the file's attributes say of its values
 
     @property
     def scale(self) -> float:
-        """Input units per normalised unit; 1 where the range is zero, so that a constant image divides by one."""
+        """The input units per normalised unit; 1 for a range of zero, so that a constant image can be divided."""
         return self.high - self.low if self.high > self.low else 1.0
 
     @property
     def limits01(self) -> tuple[float, float]:
-        """What restorations may reach, normalised: 0 and 1, or the extremes of the data where they lie beyond."""
+        """The least and the largest normalised value of restorations: 0 and 1, or the data's extremes beyond them."""
         low, high = self.extremes or (self.low, self.high)
         return min(0.0, (low - self.low) / self.scale), max(1.0, (high - self.low) / self.scale)
 
     def normalise(self, image_YX: np.ndarray) -> np.ndarray:
-        """To float64 where low is 0 and high is 1; outliers and voxels under a mask may lie outside [0, 1]."""
+        """Return an image as float64 with `low` as 0 and `high` as 1. Outliers and masked voxels may lie beyond."""
         return (image_YX.astype(np.float64) - self.low) / self.scale
 
     def known01(self, image: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """As models see what is known: float64 in [0, 1], outliers at its ends. What lies under the mask is not read:
-        it becomes some value of [0, 1]."""
+        """Return the known voxels as models see them: float64 in [0, 1], with outliers at its ends.
+
+        Masked voxels are not read. They become some value of [0, 1].
+        """
         known = np.where(mask, np.asarray(self.low).astype(image.dtype), image)
         return np.clip(self.normalise(known), 0.0, 1.0)
 
     def denormalise(self, image01_YX: np.ndarray) -> np.ndarray:
-        """Back to the input's units, float64. A range of zero gives back its one value."""
+        """Return a normalised image in the input's units, float64. A range of zero gives its one value."""
         return image01_YX.astype(np.float64) * (self.high - self.low) + self.low
 
 
 def parse_range(text: str) -> tuple[float, float]:
-    """The two intensities of `--range low,high`. Raises UserError for other text."""
+    """Return the two intensities of `--range low,high`. Raise UserError for other text."""
     try:
         low, high = map(float, text.split(","))
     except ValueError:
@@ -145,13 +152,19 @@ def parse_range(text: str) -> tuple[float, float]:
 def intensity_range(
     stack: Stack, mask: Mask, progress: Progress = unwatched, given: tuple[float, float] | None = None
 ) -> IntensityRange:
-    """Return the range of the known voxels of a stack, without outliers (`fences`), or the one that is given.
+    """Return the range of the known voxels of a stack without outliers (see `fences`), or the given range.
 
-    Known are the voxels outside a mask from a file, and the whole stack under one that is made. Reads one slice at a
-    time, each once; where voxels lie beyond the range, a second time. Slices that are masked wholly are not looked at.
-    progress: shows how far it is. Raises UserError if voxels outside the mask are NaN, Inf or declared missing by their
-    file, with their count and the first position (inside they are fine), for a range that float64 cannot hold, and for
-    a given one that fewer than LEAST_WITHIN of the known voxels are in.
+    Known voxels are those outside a mask from a file, or the whole stack if the mask was generated. Slices that are
+    masked wholly are not read. The stack is read slice by slice, once, and a second time if voxels lie beyond the
+    range.
+
+    Raise UserError if voxels outside the mask are NaN, Inf or declared missing by their file, with their number and the
+    first position. Raise it also for a range that float64 cannot hold, and for a given range that contains less than
+    LEAST_WITHIN of the known voxels.
+
+    Args:
+        progress: shows the progress of reading.
+        given: the user's range; None to find it.
     """
     low, high, within, count = _extremes_and_fences(stack, mask, progress)
     own, within = within, given or within
@@ -175,12 +188,13 @@ def intensity_range(
 
 
 def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[float, float, tuple[float, float], int]:
-    """Return the smallest and the largest known voxel, the `fences` of all of them, and their number."""
+    """Return the smallest and the largest known voxel, the `fences` of all known voxels, and their number."""
     low, high = np.inf, -np.inf
     count, bad, first = 0, 0, ""
     sample: list[np.ndarray] = []
     every = max(1, math.prod(stack.shape) // SAMPLED)
-    every = next(n for n in range(every, 2 * every + 2) if math.gcd(n, stack.shape[2]) == 1)  # not the same columns
+    # a step that has no factor in common with the row length, so that samples lie in all columns
+    every = next(n for n in range(every, 2 * every + 2) if math.gcd(n, stack.shape[2]) == 1)
     for index in progress(range(len(stack)), f"reading {stack.name}"):
         if index in mask.full:
             continue
@@ -206,14 +220,14 @@ def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[
 
 
 def _read_known(stack: Stack, mask: Mask, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a slice, where it is known, and where voxels outside the mask are missing."""
+    """Return a slice, its known voxels as a mask, and the voxels outside the mask that are missing as a mask."""
     image_YX, outside_YX = stack.read(index), ~mask.read(index)
     missing_YX = find_missing(stack.metadata.declared, image_YX) | ~np.isfinite(image_YX)
     return image_YX, outside_YX if mask.from_file else ~missing_YX, missing_YX & outside_YX
 
 
 def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, float]) -> tuple[tuple[float, float], int]:
-    """Return the smallest and the largest known voxel within two intensities, and how many lie beyond."""
+    """Return the smallest and the largest known voxel between two intensities, and the number beyond them."""
     low, high, beyond = np.inf, -np.inf, 0
     for index in progress(range(len(stack)), f"reading {stack.name} again"):
         if index in mask.full:
@@ -228,11 +242,15 @@ def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, flo
 
 
 def fences(sample: np.ndarray, count: int) -> tuple[float, float]:
-    """The intensities beyond which voxels are outliers, of a sample of `count` voxels.
+    """Return the two intensities beyond which voxels are outliers.
 
     An outlier lies below the .1 percentile or above the 99.9 percentile by more than half the distance between these.
-    Of fewer than 16000 voxels, more lie beyond the percentiles: 16, but at most 1 %. Where both percentiles are the
-    same value, which all but a few voxels have, nothing tells outliers from data: there are none.
+    For fewer than 16000 voxels the percentiles leave 16 voxels beyond each, but at most 1 %. If both percentiles are
+    equal, outliers cannot be distinguished from data, and the fences are infinite.
+
+    Args:
+        sample: a sample of the voxels.
+        count: the number of voxels that it is a sample of.
     """
     share = max(TAIL, min(LARGEST_TAIL, TAIL_VOXELS / count))
     cut = min(round(share * sample.size), (sample.size - 1) // 2)
@@ -243,10 +261,10 @@ def fences(sample: np.ndarray, count: int) -> tuple[float, float]:
 
 
 def prepare_slice(image_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
-    """The slice as models see it: float32 [Y, X] in [0, 1], with the voxels under the mask filled from outside it.
+    """Return a slice as models see it: float32 [Y, X] in [0, 1], with masked voxels filled from the known ones.
 
-    Outliers become 0 or 1 before that: a model has not seen others, and none is to brighten the fill around it. The
-    voxels under the mask are replaced before anything reads them; whatever they hold, the result has the same bits.
+    Outliers become 0 or 1 first, so that they do not brighten the fill around them, and because models were trained
+    without them. The values of masked voxels do not influence the result.
     """
     return fill_from_outside(scale.known01(image_YX, mask_YX), mask_YX).astype(np.float32)
 
@@ -254,10 +272,10 @@ def prepare_slice(image_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRan
 def compose_native(
     original_YX: np.ndarray, restored01_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> np.ndarray:
-    """Return the restored slice in the dtype of `original_YX`: outside the mask its very bits, inside what is restored.
+    """Return the restored slice in the dtype of `original_YX`. Outside the mask it has the original's bits.
 
-    Integers are rounded to nearest. Numbers are clipped to the type's, or the valid range that the file declares, and
-    moved to the next one where they would be missing ones.
+    Restored values are rounded to the nearest integer for integer dtypes. They are clipped to the dtype, or to the
+    valid range that the file declares. A value that the file declares to mean "missing" is replaced by the next one.
     """
     restored_P = scale.denormalise(restored01_YX[mask_YX])
     if original_YX.dtype.kind in "ui":
@@ -273,9 +291,12 @@ def compose_native(
 
 
 def half_width(ends: Sequence[np.ndarray], mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
-    """Return half the width of a slice's intervals in the input's units, as floats, from their two ends in files.
+    """Return half the width of a slice's intervals, in the input's units as floats, from the two ends in files.
 
-    It is infinite where nothing is known of the slice's errors: all ends under the mask are those of the type then.
+    It is infinite if nothing is known of the slice's errors. All ends under the mask are then those of the dtype.
+
+    Args:
+        ends: the lower and the upper ends, [Y, X] each.
     """
     low, high = ends
     least, most = find_limits(scale.declared, low.dtype)
@@ -284,19 +305,20 @@ def half_width(ends: Sequence[np.ndarray], mask_YX: np.ndarray, scale: Intensity
     return width_YX if known else np.full_like(width_YX, np.inf)
 
 
-SAME = 1e-3  # of the range of intensities: a voxel that differs by less is the same, as after rounding
-OTHER = 0.02  # of the range, root mean square: a truth that differs by more is refused where it is known why
-ALIKE = 0.25  # squared correlation with the input of a truth of the same object, at least
-FLIPS = ((), (0,), (1,), (2,), (1, 2))  # of axes z, y, x: what a truth may look like
+SAME = 1e-3  # share of the intensity range: voxels that differ by less are equal, as after rounding
+OTHER = 0.02  # share of the range, root mean square: a truth that differs by more is refused if a reason is found
+ALIKE = 0.25  # least squared correlation with the input of a truth that shows the same object
+FLIPS = ((), (0,), (1,), (2,), (1, 2))  # axes (0: z) along which a truth may be mirrored
 
 
 def compare_truth(
     truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange, progress: Progress = unwatched
 ) -> Stack:
-    """Return the truth of a stack, with a remark if its voxels outside the mask are not those of the stack.
+    """Return the truth of a stack, with a remark if its voxels outside the mask differ from the stack's.
 
-    Voxels count as the same within SAME of the range, or one unit of an integer stack; those without a value (NaN) are
-    not compared. Reads both once. Raises UserError if they differ by more than OTHER and `likeness` tells why.
+    Voxels are equal if they differ by less than SAME of the range, or by at most one unit in an integer stack. Voxels
+    of the truth that are NaN are not compared. Both volumes are read once. Raise UserError if they differ by more than
+    OTHER and `likeness` finds a reason.
     """
     step = min(1.0, scale.scale / 10) if stack.dtype.kind in "ui" else 0.0
     known, other, largest, squares = 0, 0, 0.0, 0.0
@@ -318,8 +340,11 @@ def compare_truth(
 
 
 def likeness(truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange) -> str:
-    """Return in words how the known voxels of four slices at most look like the truth mirrored, turned or scaled, if
-    that halves the squared difference, or that they have little in common; else "". Outliers are left out."""
+    """Return a phrase that says why a truth differs from the known voxels of its input; "" if no reason is found.
+
+    At most four slices are compared, without outliers. A truth looks mirrored, turned by 180 degrees or scaled if
+    undoing that halves the squared difference. Otherwise it may have little in common with the input.
+    """
     last = len(stack) - 1
     numbers = sorted({at for part in (1, 3) for at in (last * part // 8, last - last * part // 8)})
     image, given, hidden = (np.stack([read(n) for n in numbers]) for read in (stack.read, truth.read, mask.reader))

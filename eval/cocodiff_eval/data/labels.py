@@ -1,4 +1,4 @@
-"""Label images in a Zarr store of results: those of the input's own store, and the mask that was made."""
+"""Label images in a Zarr store of results: those of the input's own store, and the generated mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = "labels"  # the group of label images beside the levels
 
 
 class LabelStore(ZarrStore):
-    """A label image in a store of results. Its smaller levels hold every second voxel: a mean of labels is no label."""
+    """A label image in a store of results. Its smaller levels take every second voxel, as labels have no mean."""
 
     def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
         return self.get(above, self.step[0] * index)[::2, ::2]
@@ -38,11 +38,16 @@ class LabelStore(ZarrStore):
 
 
 def write_labels(result: NewVolume, volume: Stack, mask: Reader | None, provenance: Mapping[str, Any]) -> list[str]:
-    """Writes label images into a store of results: those of the input's own store, cut to the region, and the mask that
-    was made, boolean [Y, X] of a slice, as the label 1.
+    """Write label images into a store of results. Return a line for each label image of the input that could not be
+    kept.
 
-    volume: the input; provenance: how the mask was made, with its name as `mask`. Returns a line for each label of the
-    input's that could not be kept.
+    Label images of the input's own store are cut to the result's region. The mask is written as label 1.
+
+    Args:
+        result: the result, whose store exists.
+        volume: the input.
+        mask: gives the generated mask of a slice, boolean [Y, X]; None to write no mask.
+        provenance: how the mask was made; its name is under `mask`.
     """
     kept, lost = list[str](), list[str]()
     for name in list_labels(volume):
@@ -70,15 +75,16 @@ def write_labels(result: NewVolume, volume: Stack, mask: Reader | None, provenan
 
 
 def _write_label(store: Path, name: str, label: NewVolume) -> None:
+    """Write one label image into the group of labels of a store."""
     with writing(store):
         group = zarr.open_group(store, mode="r+")
-        for part in (LABELS, *name.split("/")[:-1]):  # further groups that a name leads through
+        for part in (LABELS, *name.split("/")[:-1]):  # a name may be a path through further groups
             group = group.require_group(part)
         LabelStore(replace(label, path=store / LABELS / name)).write()
 
 
 def _label_of(volume: Stack, name: str) -> Stack:
-    """A label image of a Zarr input's own store, cut to the region. Raises UserError where that cannot be."""
+    """Return a label image of a Zarr input's own store, cut to the region. Raise UserError if it cannot be cut."""
     details = volume.metadata.details
     label = matched(open_zarr(details["store"], inside(details["inner"], LABELS, name)), volume)
     if volume.region is not None and label.region is None:
@@ -90,17 +96,17 @@ def _label_of(volume: Stack, name: str) -> Stack:
     alike = (label.shape, label.ndim, own["lead"]) == (volume.shape, volume.ndim, details["lead"])
     if own["image"] or not alike:
         return label
-    of_image = {key: _called(details, name)[key] for key in ("image", "levels")}  # an array alone lies where it lies
+    of_image = {key: _called(details, name)[key] for key in ("image", "levels")}  # a bare array has no metadata
     return replace(label, metadata=replace(label.metadata, details={**own, **of_image}))
 
 
 def _called(details: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Details of an image for a label beside it."""
+    """Return the details of an image under the name of a label image beside it."""
     return {**details, "image": {**details["image"], "name": name}} if details.get("image") else dict(details)
 
 
 def list_labels(volume: Stack) -> list[str]:
-    """The names of the label images of a Zarr input's own store."""
+    """Return the names of the label images in a Zarr input's own store; empty for other formats."""
     if volume.metadata.kind != "zarr":
         return []
     details, group = volume.metadata.details, None

@@ -1,4 +1,4 @@
-"""Masks: True is a voxel to restore. Generated (`block`, `center`) or read from a file."""
+"""Masks: boolean images, True for voxels to restore. They are generated (`block`, `center`) or read from a file."""
 
 from __future__ import annotations
 
@@ -27,41 +27,36 @@ from cocodiff_eval.data.volume import (
 )
 
 GENERATED = ("block", "center")
-GRID = 6
-NAN = float("nan")  # one object, as no two are equal
-HIDDEN_CELLS = 9  # of 36: a quarter of the slice
-FAR = 32  # slices that are looked at before and behind one
-MOST_MASKED = 0.95  # of the voxels: a file that marks more has its values the other way round, it seems
-# The rim of a mask: known voxels so near to it, of so many slices. Where more than this share of them look like what
-# the mask covers, it is too small. What it covers has to be so far, in ranges of other voxels, from these.
+GRID = 6  # cells along each side of a `block` mask
+NAN = float("nan")  # one object for all NaN values of a file, since no two NaN are equal
+HIDDEN_CELLS = 9  # of 36 cells: a quarter of the slice
+FAR = 32  # slices that `depth` looks at before and behind one
+MOST_MASKED = 0.95  # share of voxels; a file that marks more is probably inverted
+# The rim of a mask: the known voxels within RIM voxels of it, in at most RIM_SLICES slices. If more than the share
+# RIM_SHARE of them look like what the mask covers, the mask is too small. What it covers must differ from other voxels
+# by RIM_APART times their range.
 RIM, RIM_SLICES, RIM_SHARE, RIM_APART = 8, 8, 0.1, 0.2
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which voxels of a stack are to be restored.
+    """The voxels of a stack that are to be restored."""
 
-    from_file  the truth under it is unknown
-    full       slices that are masked wholly: nothing is there to restore them from, so they are left as they are
-    masked     for each slice whether it has something to restore
-    remarks    lines of what its file says otherwise than the stack's
-    """
-
-    name: str
-    from_file: bool
-    shape: Triple
-    reader: Reader
-    masked: tuple[bool, ...]
-    full: frozenset[int] = frozenset()
-    remarks: Sequence[str] = ()
+    name: str  # `block`, `center`, `none`, or the name of the mask's file, safe as a file name
+    from_file: bool  # True if the mask was read from a file, so that the truth under it is unknown
+    shape: Triple  # [N, Y, X]
+    reader: Reader  # gives the mask of a slice, boolean [Y, X]
+    masked: tuple[bool, ...]  # for each slice, True if it has voxels to restore and voxels to restore them from
+    full: frozenset[int] = frozenset()  # slices that are masked wholly. They are left as they are
+    remarks: Sequence[str] = ()  # lines for the user, such as on a voxel size that differs from the stack's
 
     def read(self, index: int) -> np.ndarray:
-        """What is to be restored of slice `index`, boolean [Y, X]: nothing of one that is masked wholly."""
+        """Return the voxels to restore in slice `index`, boolean [Y, X]; none if it is masked wholly."""
         return np.zeros(self.shape[1:], bool) if index in self.full else self.reader(index)
 
 
 def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
-    """Nine random cells of a 6 x 6 grid over [Y, X]; cell edges lie at round(i * side / 6). Boolean [Y, X]."""
+    """Return a mask of nine random cells of a 6 x 6 grid, boolean [Y, X]. Cell edges lie at round(i * side / 6)."""
     rows, columns = ([round(i * side / GRID) for i in range(GRID + 1)] for side in shape)
     mask_YX = np.zeros(shape, dtype=bool)
     # Python's generator, not NumPy's: its sequence for a seed is the same in every version.
@@ -72,7 +67,7 @@ def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def center_mask(shape: tuple[int, int]) -> np.ndarray:
-    """The central half of both sides of [Y, X]. Boolean [Y, X]."""
+    """Return a mask of the central half of both sides, boolean [Y, X]."""
     mask_YX = np.zeros(shape, dtype=bool)
     top, left = (round(side / 4) for side in shape)
     mask_YX[top : shape[0] - top, left : shape[1] - left] = True
@@ -80,8 +75,16 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
 
 
 def depth(read: Reader, index: int, slices: int) -> np.ndarray:
-    """How far each masked voxel of slice `index` is from the nearest known one in its slice, or straight before or
-    behind it, in voxels; float64 [Y, X], 0 where it is known. read: a slice of the mask, of so many."""
+    """Return the distance in voxels of each masked voxel of slice `index` from the nearest known one; float64 [Y, X].
+
+    Known voxels of the same slice count, and those straight before or behind in other slices. The distance is 0 for
+    known voxels.
+
+    Args:
+        read: gives the mask of a slice.
+        index: the slice.
+        slices: number of slices of the mask.
+    """
     found_YX = depth_in(read(index))
     for away in range(1, FAR):
         if found_YX.max() <= away:
@@ -93,14 +96,14 @@ def depth(read: Reader, index: int, slices: int) -> np.ndarray:
 
 
 def depth_in(mask_YX: np.ndarray) -> np.ndarray:
-    """The same in a slice alone."""
+    """Return the distance in voxels of each masked voxel of a slice from the nearest known one; float64 [Y, X]."""
     from scipy.ndimage import distance_transform_edt
 
     return np.full(mask_YX.shape, float(FAR)) if mask_YX.all() else np.asarray(distance_transform_edt(mask_YX))
 
 
 def nothing_masked(stack: Stack) -> Mask:
-    """All voxels are known."""
+    """Return a mask of a stack in which all voxels are known."""
     return Mask("none", False, stack.shape, lambda index: np.zeros(stack.shape[1:], bool), (False,) * len(stack))
 
 
@@ -114,16 +117,24 @@ def make_mask(
     grow: int = 0,
     invert: bool | None = None,
 ) -> Mask:
-    """The mask for one input: `block` (seeded), `center`, or a path of a mask in any format that is read, or
-    `labels/NAME` of a Zarr input's own store.
+    """Return the mask for one input.
 
-    follow_links: read other files that an HDF5 file names; progress: shows how far the reading of a file is. along_z:
-    whether slices along z alone are restored, so that one at least must not be masked wholly. grow: voxels by which
-    what a file marks is made larger on each side, along z too where the file has slices. invert: restore what a file
-    does not mark; None refuses a file that marks more than MOST_MASKED.
-    A 2-D mask file holds for every slice; a 3-D one must have the stack's shape, or that of the volume which it is a
-    part of. In a file, non-zero is "restore".
-    Raises UserError for another shape, a mask that is empty or wherever it is not empty full, and more than two values.
+    A 2-D mask file holds for every slice. A 3-D one must have the shape of the stack, or of the volume that the stack
+    is a part of. Non-zero voxels of a file are restored.
+
+    Raise UserError for another shape, for more than two values, for a mask that is empty, and for one that leaves
+    nothing to restore from.
+
+    Args:
+        kind: `block` (random, by `seed`), `center`, the path of a mask in any format that can be read, or `labels/NAME`
+            in a Zarr input's own store.
+        stack: the input.
+        follow_links: True to read other files that an HDF5 file names.
+        progress: shows the progress of reading a file.
+        along_z: True if only slices along z are restored, so that at least one of them must have known voxels.
+        grow: voxels by which the marked regions of a file are enlarged on each side, along z too if the file has
+            slices.
+        invert: True to restore what a file does not mark. None refuses a file that marks more than MOST_MASKED.
     """
     if grow < 0:
         raise UserError(f"--grow {grow}: give a number of voxels, 0 or more")
@@ -134,7 +145,7 @@ def make_mask(
         mask_YX = block_mask(shape, seed) if kind == "block" else center_mask(shape)
         return Mask(kind, False, stack.shape, lambda index: mask_YX, (True,) * len(stack))
     details, path = stack.metadata.details, kind
-    if "store" in details and kind.startswith("labels/") and not is_there(kind):  # of the input's own store
+    if "store" in details and kind.startswith("labels/") and not is_there(kind):  # in the input's own store
         path = f"{details['store']}:/{inside(details['inner'], kind)}"
     try:
         volume = matched(open_volume(path, follow_links), stack)
@@ -149,6 +160,7 @@ def make_mask(
 def _mask_from_file(
     volume: Stack, stack: Stack, progress: Progress, along_z: bool, grow: int, invert: bool | None
 ) -> Mask:
+    """Return the mask for a stack from an open file. Raise UserError if its shape or its values do not fit."""
     if volume.shape[1:] != stack.shape[1:] or (volume.ndim == 3 and volume.shape != stack.shape):
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
@@ -176,9 +188,13 @@ def _mask_from_file(
 def _check_values(
     volume: Stack, read: Reader, progress: Progress, along_z: bool, invert: bool | None
 ) -> tuple[tuple[bool, ...], frozenset[int]]:
-    """Return which slices have something to restore and something outside it, and those that are masked wholly.
+    """Return which slices have both voxels to restore and voxels to keep, and the numbers of those masked wholly.
 
-    read: what is restored of a slice; the volume's own reader gives the values in the file.
+    Raise UserError for values that are no mask.
+
+    Args:
+        volume: the mask's file, whose reader gives the values as they are stored.
+        read: gives the voxels to restore in a slice.
     """
     values, counts = set[float](), list[int]()
     for index in progress(range(volume.shape[0]), f"reading {volume.name}"):
@@ -212,10 +228,11 @@ def _check_values(
 
 
 def check_rim(stack: Stack, mask: Mask) -> list[str]:
-    """Return a remark if known voxels beside a mask look like what it covers, so that it is too small.
+    """Return a remark for the user if known voxels beside a mask look like what it covers, else [].
 
-    Looks at the voxels as they are stored under the mask and around it in a few slices. They look like what is covered
-    where they are nearer to its median than to any but the last hundredth of the voxels farther away than RIM.
+    The mask is then probably too small. The stored voxels under the mask and around it are read in a few slices. A
+    known voxel looks like what is covered if it is nearer to the median under the mask than to the range of the voxels
+    farther away than RIM. That range leaves out a hundredth at each end.
     """
     from scipy.ndimage import distance_transform_cdt
 
@@ -236,7 +253,7 @@ def check_rim(stack: Stack, mask: Mask) -> list[str]:
         return []
     alike = [float(np.mean(sign * (rim - (end + inner) / 2) > 0)) if rim.size else 0.0 for rim in rims]
     small = next((away for away, share in enumerate(alike) if share <= RIM_SHARE), 0)
-    if not small:  # in the last case all of the rim is alike: a part of something larger is covered
+    if not small:  # the whole rim looks so: the mask covers a part of something larger
         return []
     told = f"{alike[0]:.0%} of the known voxels beside the mask look like what it covers"
     return [f"{stack.name}, mask {mask.name}: {told}: if it is too small, --grow {small} makes it larger"]

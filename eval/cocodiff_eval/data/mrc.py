@@ -1,4 +1,4 @@
-"""MRC files: MRC2014 and IMOD's. A result of an MRC file has its header, moved to the region."""
+"""MRC files of MRC2014 and IMOD. A result of an MRC input keeps its header, moved to the region."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from cocodiff_eval.data.volume import (
 )
 
 MADE_BY = "restored by cocodiff"
-MODES = {"int8": 0, "int16": 1, "float32": 2, "uint16": 6, "float16": 12}
-# The parts of the header that matter here, each with its type and first byte; three numbers are those of x, y, z.
+MODES = {"int8": 0, "int16": 1, "float32": 2, "uint16": 6, "float16": 12}  # the format's numbers of dtypes
+# The fields of the header that are used, each with its type and first byte. Three numbers are those of x, y, z.
 _FIELDS = """n 3i4 0, mode i4 12, start 3i4 16, intervals 3i4 28, cell 3f4 40, angles 3f4 52, axes 3i4 64,
 limits 3f4 76, ispg i4 88, extended i4 92, version i4 108, imod 2i4 152, origin 3f4 196, map S4 208, machine S4 212,
 rms f4 216, labels i4 220, label 10S80 224"""
 _NAMES, _KINDS, _PLACES = zip(*map(str.split, _FIELDS.split(",")), strict=True)
 HEADER = np.dtype({"names": _NAMES, "formats": _KINDS, "offsets": [*map(int, _PLACES)]})  # 1024 bytes
-IMOD_STAMP = 1146047817  # the first number of `imod`; flags are the second
-SIGNED_BYTES, STANDARD_ORIGIN, PACKED_BYTES = 1, 4, 16
-FIRST_VERSION = 20140  # of MRC2014
+IMOD_STAMP = 1146047817  # first number of the field `imod` in IMOD's files; the second number holds flags
+SIGNED_BYTES, STANDARD_ORIGIN, PACKED_BYTES = 1, 4, 16  # flags of IMOD
+FIRST_VERSION = 20140  # the first version number of MRC2014
 
 
 def open_mrc(file: str) -> Stack:
-    """Open an MRC file. Raise UserError for what is no MRC2014, for other axes than sections, rows, columns, and if
-    the library is not installed."""
+    """Open an MRC file as a volume, whose voxels are mapped to memory. The library mrcfile must be installed.
+
+    Raise UserError for a file that is not MRC2014, and for axes in another order than sections, rows, columns.
+    """
     import mrcfile
 
     with reading(f"{file}: not a readable MRC file", "save it again with mrcfile or IMOD"), quiet_libraries():
@@ -53,7 +55,7 @@ def open_mrc(file: str) -> Stack:
         if not flags & SIGNED_BYTES if stamp == IMOD_STAMP else low >= 0 and high > 127:
             voxels = voxels.view(np.uint8)
             remarks = [f"{file}: bytes without sign, as IMOD has them; MRC results hold the same values as uint16"]
-    z, y, x = (float(opened.voxel_size[axis]) for axis in "zyx")  # 0 where it is not known
+    z, y, x = (float(opened.voxel_size[axis]) for axis in "zyx")  # 0 if unknown
     sides, unit, _ = one_unit((z or y, y, x) if x and y else None, ["angstrom"] * 3)
     labels = "\n".join(label for label in opened.get_labels() if not label.startswith(MADE_BY))
     origin, start = header["origin"].tolist(), header["start"].tolist()
@@ -64,15 +66,15 @@ def open_mrc(file: str) -> Stack:
 
 
 def _parse(head: bytes, order: str) -> np.ndarray:
-    """Return a copy of a header as one record, in a byte order."""
+    """Return a copy of a header's bytes as one NumPy record. `order` is its byte order, "<" or ">"."""
     return np.frombuffer(bytearray(head), HEADER.newbyteorder(">" if order == ">" else "<")).reshape(())
 
 
 def write_mrc(new: NewVolume) -> None:
-    """Write an MRC file. Raise UserError for types that the format has not.
+    """Write a result as an MRC file. Raise UserError for dtypes that the format lacks.
 
-    Its header says that the statistics, which would need another pass, are not known. IMOD guesses by them whether
-    bytes have a sign, so it is told. Bytes without sign, which MRC2014 has not, become uint16.
+    The header says that statistics of the voxels are unknown, as they would need another pass. IMOD guesses from them
+    whether bytes are signed, so a flag says it instead. Unsigned bytes, which MRC2014 lacks, become uint16.
     """
     metadata, of_mrc = new.metadata, new.metadata.kind == "mrc"
     if new.dtype == np.uint8:
@@ -97,7 +99,7 @@ def write_mrc(new: NewVolume) -> None:
 
 
 def _new_header(new: NewVolume) -> np.ndarray:
-    """Return the header of one voxel at the origin, of a volume that was no MRC file."""
+    """Return a header for the result of an input that is no MRC file. It describes one voxel at the origin."""
     size, unit, order = new.metadata.voxel_size or (0, 0, 0), new.metadata.unit, new.metadata.byteorder
     angstrom = LENGTHS[unit][1] / LENGTHS["angstrom"][1] if unit in LENGTHS else 0
     header = _parse(bytes(HEADER.itemsize), order)
@@ -108,7 +110,7 @@ def _new_header(new: NewVolume) -> np.ndarray:
 
 
 def _move(header: np.ndarray, new: NewVolume) -> None:
-    """Give the header of a volume the shape and the place of a region of it. A cell larger than the volume stays."""
+    """Change a header to the shape and the position of a region. A cell larger than the volume stays."""
     (stamp, flags), intervals = header["imod"], header["intervals"].copy()
     standard = header["version"] >= FIRST_VERSION or stamp != IMOD_STAMP or flags & STANDARD_ORIGIN
     first, count = (np.array(numbers[::-1]) for numbers in (start_of(new.region), new.shape))

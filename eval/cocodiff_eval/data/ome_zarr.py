@@ -1,5 +1,7 @@
-"""OME-Zarr stores (NGFF 0.4 on Zarr v2, 0.5 on Zarr v3), of which level 0 is read, and single Zarr arrays. What NGFF's
-metadata say of an image is checked once when it is opened: everyone else takes it as it is."""
+"""OME-Zarr stores (NGFF 0.4 on Zarr v2, 0.5 on Zarr v3), of which level 0 is read, and single Zarr arrays.
+
+The NGFF metadata of an image are checked when it is opened. Other functions rely on that.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,12 @@ from cocodiff_eval.data.volume import (
     start_of,
 )
 
-MARKS = ("zarr.json", ".zgroup", ".zarray")
+MARKS = ("zarr.json", ".zgroup", ".zarray")  # files that a Zarr store or group has in its folder
 _STORE = re.compile(r"^(?P<store>.+?\.zarr):*(?:/(?P<inner>.*))?$", re.IGNORECASE)
 
 
 def split_store(path: str) -> tuple[str, str] | None:
-    """`store.zarr:/path` or `store.zarr/path` as store and path inside; None where a path names no store."""
+    """Return the store and the path inside it for `store.zarr:/path` or `store.zarr/path`; None for other paths."""
     match = _STORE.match(path.rstrip("/"))
     if match is not None and is_folder(match["store"]):
         return match["store"], (match["inner"] or "").strip("/")
@@ -54,17 +56,17 @@ def split_store(path: str) -> tuple[str, str] | None:
 
 
 def is_store(folder: str) -> bool:
-    """Whether a folder says of itself that it is Zarr."""
+    """Return True if a folder has a file of metadata that marks it as Zarr."""
     return any((Path(folder) / mark).is_file() for mark in MARKS)
 
 
 def inside(*parts: str) -> str:
-    """A path in a store, of parts that may be empty."""
+    """Return a path inside a store, joined from parts that may be empty."""
     return "/".join(filter(None, parts))
 
 
 def open_node(store: str, *parts: str) -> Any:
-    """A group or an array of a store on disk, for reading. Raises UserError where there is none."""
+    """Open a group or an array of a store on disk for reading. Raise UserError if there is none at that path."""
     import zarr
 
     inner = inside(*parts)
@@ -78,17 +80,21 @@ def open_node(store: str, *parts: str) -> Any:
 
 
 def open_zarr(store: str, inner: str) -> Stack:
-    """An array, or level 0 of a multiscale image, none of whose voxels are read yet. Axes before slices, rows and
-    columns (time, channel) must have length 1.
+    """Open an array, or level 0 of a multiscale image, as a volume. No voxels are read yet.
 
-    Raises UserError for what is neither, for axes in another order, for malformed metadata of an image, and for chunks
-    that this machine's memory cannot hold.
+    Axes before slices, rows and columns (time, channel) must have length 1. Raise UserError for axes in another order,
+    for malformed metadata, and for a node that is neither an array nor an image. Raise it also for chunks that do not
+    fit in this machine's memory.
+
+    Args:
+        store: the store's folder.
+        inner: path inside the store; "" for its root.
     """
     import zarr
 
     node, path = open_node(store, inner), f"{store}:/{inner}" if inner else store
     if isinstance(node, zarr.Group) and "bioformats2raw.layout" in of_ngff(node.attrs.asdict()) and "0" in node:
-        inner = inside(inner, "0")  # a collection of images: the first
+        inner = inside(inner, "0")  # the first image of a collection
         node = open_node(store, inner)
     image, array = dict[str, Any](), node
     if isinstance(node, zarr.Group):
@@ -118,6 +124,7 @@ def open_zarr(store: str, inner: str) -> Stack:
         return found if ndim == 3 else found[None]
 
     def checked(index: int) -> np.ndarray:
+        """Return a slice, or raise a UserError that names it."""
         with reading(f"{path}: slice {index} cannot be read", "copy or save it again"):
             return kept(index)
 
@@ -128,8 +135,15 @@ def open_zarr(store: str, inner: str) -> Stack:
 
 
 def _check_chunks(store: str, array: Any, slices: range, lead: int, ndim: int) -> None:
-    """Raises for a chunk of some slices that is no regular file, or that Blosc's library would read beyond its end: of
-    one that is cut short it takes what lies behind in memory."""
+    """Raise an error if a chunk that some slices need is cut short or is no regular file.
+
+    The library of Blosc reads beyond the end of a chunk that is cut short.
+
+    Args:
+        slices: numbers of the slices.
+        lead: number of axes before slices, rows and columns.
+        ndim: 3 if the array has slices, 2 if it is a single one.
+    """
     sides = array.shards or array.chunks
     cells = [range(-(-side // chunk)) for side, chunk in zip(array.shape, sides, strict=True)]
     if ndim == 3:
@@ -138,7 +152,7 @@ def _check_chunks(store: str, array: Any, slices: range, lead: int, ndim: int) -
     for cell in product(*cells):
         key = array.metadata.encode_chunk_key(cell)
         path = Path(store) / array.path / key
-        if not path.exists():  # a chunk of the fill value alone
+        if not path.exists():  # a chunk that holds nothing but the fill value is not stored
             continue
         _check_regular(store, path)
         if blosc:
@@ -149,7 +163,7 @@ def _check_chunks(store: str, array: Any, slices: range, lead: int, ndim: int) -
 
 
 def _check_regular(store: str, path: Path) -> None:
-    """Raises UserError for a named pipe or a device in a store, which reading would wait for."""
+    """Raise UserError if a path in a store is a named pipe or a device, since reading it may never return."""
     if path.exists() and (kind := irregular(path)):
         raise UserError(f"{store}: {path.relative_to(store)} is {kind}; copy or save the store again")
 
@@ -157,6 +171,7 @@ def _check_regular(store: str, path: Path) -> None:
 def _metadata(
     path: str, store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int
 ) -> Metadata:
+    """Return the metadata of an open image or array, with remarks on what results do not keep."""
     axes, count = axes_of(image.get("axes")), len(array.shape)
     sides, units = list[float](), list[str]()
     scale = transform_of(image["datasets"][0], "scale") if image else None
@@ -189,8 +204,10 @@ def _metadata(
 
 
 def _declared(array: Any, path: str, of_image: bool) -> Declared:
-    """Read what an array's attributes say of its values. xarray, which names dimensions in an attribute of Zarr v2, has
-    its fill value in the array's own; OME-Zarr has none."""
+    """Return what an array's attributes declare of its values.
+
+    In Zarr v2, xarray stores the missing value as the array's own fill value. OME-Zarr does not.
+    """
     own, attributes = array.metadata.fill_value, array.attrs.asdict()
     if "_ARRAY_DIMENSIONS" in attributes and array.metadata.zarr_format == 2 and not of_image and own is not None:
         attributes = {"_FillValue": own, **attributes}
@@ -198,13 +215,13 @@ def _declared(array: Any, path: str, of_image: bool) -> Declared:
 
 
 def _dimensions(array: Any) -> list[str]:
-    """Return the names of the dimensions, as Zarr v3 and xarray have them; none where one has no name."""
+    """Return the names of an array's dimensions, as Zarr v3 or xarray stores them; empty if one has no name."""
     names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
     return [*names] if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else []
 
 
 def _level_shapes(node: Any, image: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The shapes of all levels that are there."""
+    """Return the shapes of the image's levels, up to the first one that is missing."""
     found = []
     with contextlib.suppress(Exception):
         for dataset in image.get("datasets", ()):
@@ -213,6 +230,7 @@ def _level_shapes(node: Any, image: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 
 def _byteorder(array: Any) -> str:
+    """Return the byte order of an array's stored values, "<" or ">"."""
     if array.metadata.zarr_format == 2:
         return ">" if np.dtype(array.metadata.dtype.to_native_dtype()).byteorder == ">" else "<"
     endian = getattr(array.serializer, "endian", None)
@@ -220,6 +238,7 @@ def _byteorder(array: Any) -> str:
 
 
 def _stem(store: str, inner: str) -> str:
+    """Return a name for an image: the label's own name, or the store's name and the path inside it."""
     parts = inner.split("/")
     if len(parts) > 1 and parts[-2] == "labels":
         return parts[-1]
@@ -228,7 +247,7 @@ def _stem(store: str, inner: str) -> str:
 
 
 def _list_arrays(store: str) -> str:
-    """The images and arrays of a store, for an error."""
+    """Return a phrase that lists the arrays of a store, for errors."""
     import zarr
 
     found: list[str] = []
@@ -240,16 +259,16 @@ def _list_arrays(store: str) -> str:
 
 
 def of_ngff(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """NGFF's part of attributes: below `ome` from 0.5 on."""
+    """Return the part of a node's attributes that belongs to NGFF. From 0.5 on it stands below `ome`."""
     ome = attributes.get("ome")
     return ome if isinstance(ome, Mapping) else attributes
 
 
 def multiscale(attributes: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The first multiscale image that a group's attributes describe; empty where there is none. Its `axes` are names or
-    mappings with a name, its `datasets` mappings with a path, and each path is there once.
+    """Return the metadata of the first multiscale image in a group's attributes; empty if there is none.
 
-    Raises UserError for other axes and datasets. Transformations are checked by `check_transforms`.
+    Its `axes` are names or mappings with a name. Its `datasets` are mappings with a path, and no path occurs twice.
+    Raise UserError for other axes and datasets. Transformations are checked by `check_transforms`.
     """
     listed = of_ngff(attributes).get("multiscales")
     first = listed[0] if isinstance(listed, list | tuple) and listed else None
@@ -265,8 +284,10 @@ def multiscale(attributes: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def check_transforms(image: Mapping[str, Any], count: int, path: str) -> None:
-    """Raises UserError for transformations of level 0 or of the whole image that are no list, and for scales and
-    translations that are not `count` finite numbers."""
+    """Raise UserError for malformed transformations of level 0 or of the whole image.
+
+    They must be lists, and scales and translations must be `count` finite numbers.
+    """
     for owner in (image, image["datasets"][0]):
         given = owner.get("coordinateTransformations") or []
         if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
@@ -279,7 +300,12 @@ def check_transforms(image: Mapping[str, Any], count: int, path: str) -> None:
 
 
 def transform_of(owner: Mapping[str, Any], kind: str) -> list[float] | None:
-    """Along each axis the product of all scales, or the sum of all translations; None where there are none."""
+    """Return, for each axis, the product of all scales or the sum of all translations; None if there are none.
+
+    Args:
+        owner: the metadata of an image or of a level.
+        kind: "scale" or "translation".
+    """
     given = owner.get("coordinateTransformations") or ()
     found = [[float(value) for value in one[kind]] for one in given if one.get("type") == kind and kind in one]
     along = zip(*found, strict=True)
@@ -287,14 +313,17 @@ def transform_of(owner: Mapping[str, Any], kind: str) -> list[float] | None:
 
 
 def _path_of(dataset: Mapping[str, Any]) -> str:
+    """Return a level's path with "/" between its parts."""
     return "/".join(part for part in str(dataset["path"]).replace("\\", "/").split("/") if part)
 
 
 def _is_number(value: Any) -> bool:
+    """Return True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
 
 
 def _malformed(path: str, what: str, given: Any, wanted: str) -> UserError:
+    """Return the error for a malformed entry of an image's metadata."""
     return UserError(
         f"{path}: {what} of its multiscale image: {reprlib.repr(given)} instead of {wanted}; mend its metadata, or "
         "name the array of its level 0 itself"
@@ -304,39 +333,36 @@ def _malformed(path: str, what: str, given: Any, wanted: str) -> UserError:
 # Results --------------------------------------------------------------------------------------------------------------
 
 SMALLEST_LEVEL = 256  # voxels on the longer side of the last level
-CHUNK_SIDE = 1024  # of an input that is in no chunks
+CHUNK_SIDE = 1024  # voxels; side of chunks for an input that is not chunked
 
 
 class ZarrStore:
-    """A store with one multiscale image in its root.
+    """A store with one multiscale image in its root, that is to be written.
 
-    A result of a Zarr input has its version, axes, compression and attributes; others have NGFF 0.4, which most tools
-    read. A chunk holds voxels of one slice.
-
-    Attributes
-    ----------
-    lead : number of axes before slices, rows and columns
-    image : the input's metadata of its multiscale image, empty if it has none
-    levels : shapes of the input's levels
-    step : slices, rows and columns that become one in the next level, where the input keeps its slices one slice
+    The result of a Zarr input keeps its version, axes, compression and attributes. Others are written as NGFF 0.4,
+    which most tools read. A chunk holds voxels of one slice only.
     """
 
     def __init__(self, new: NewVolume) -> None:
+        """Plan the levels of the store of a result."""
         self.new, self.path = new, new.path
+        # The number of axes before slices, rows and columns, and the array of a Zarr input's level 0.
         self.lead, self.source = 0, None
-        self.image: Mapping[str, Any] = {}
-        levels: Sequence[tuple[int, ...]] = ()
+        self.image: Mapping[str, Any] = {}  # the input's metadata of its multiscale image; empty if it has none
+        levels: Sequence[tuple[int, ...]] = ()  # shapes of the input's levels
         if new.metadata.kind == "zarr":
             details = new.metadata.details
             self.lead, self.image, levels = details["lead"], details["image"], details["levels"]
             self.source = open_node(details["store"], details["inner"], details["level"])
         self.version: Literal[2, 3] = 3 if self.source is not None and self.source.metadata.zarr_format == 3 else 2
         slices = [level[-3] for level in levels[:2] if len(level) > 2]
-        whole = len(slices) == 2 and slices[0] == slices[1] > 1
+        whole = len(slices) == 2 and slices[0] == slices[1] > 1  # the input's levels all have the same slices
+        # The number of slices, rows and columns that become one in the next level.
         self.step = (1, 2, 2) if whole or new.ndim == 2 else (2, 2, 2)
         self.shapes = self._level_shapes(len(levels))
 
     def write(self) -> None:
+        """Write the group and its levels, each computed from the level before."""
         import zarr
 
         zarr.create_group(self.path, zarr_format=self.version, attributes=self.attributes())
@@ -349,7 +375,13 @@ class ZarrStore:
             above = array
 
     def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
-        """A slice of the next level [Y, X]: means of up to 2 x 2 x 2 voxels of the level before, `above`."""
+        """Return a slice of the next level, [Y, X]: means of up to 2 x 2 x 2 voxels.
+
+        Args:
+            above: the array of the level before.
+            shape: [N, Y, X] of that level.
+            index: the slice in the next level.
+        """
         step, dtype = self.step[0], self.new.dtype
         together = range(step * index, min(step * (index + 1), shape[0]))
         images = [halve(self.get(above, one).astype(np.float64)) for one in together]
@@ -357,13 +389,18 @@ class ZarrStore:
         return (np.rint(mean_YX) if dtype.kind in "ui" else mean_YX).astype(dtype)
 
     def get(self, array: Any, index: int) -> np.ndarray:
+        """Return slice `index` of a level's array, [Y, X] in the result's dtype."""
         return np.asarray(array[self._place(index)]).astype(self.new.dtype)
 
     def _place(self, index: int) -> Any:
+        """Return the index of slice `index` in a level's array."""
         return (*(0,) * self.lead, *((index,) if self.new.ndim == 3 else ()), ...)
 
     def _level_shapes(self, given: int) -> list[Triple]:
-        """[N, Y, X] of every level: as many as the input has, or until the longer side is SMALLEST_LEVEL or less."""
+        """Return the shapes [N, Y, X] of all levels.
+
+        There are as many as the input has (`given`), or until the longer side is at most SMALLEST_LEVEL.
+        """
         shapes = [self.new.shape]
         while len(shapes) < given if given > 1 else max(shapes[-1][1:]) > SMALLEST_LEVEL:
             n, y, x = (-(-side // step) for side, step in zip(shapes[-1], self.step, strict=True))
@@ -373,6 +410,7 @@ class ZarrStore:
         return shapes
 
     def _make_level(self, level: int) -> Any:
+        """Create and return the array of a level, with the input's chunks, codecs and attributes."""
         import zarr
         from zarr.codecs import BytesCodec
 
@@ -396,12 +434,12 @@ class ZarrStore:
         fitting = tuple(min(chunk, side) for chunk, side in zip(chunks, shape[-2:], strict=True))
         options |= {"dtype": dtype if self.version == 3 else self.new.stored, "zarr_format": self.version}
         chunks = (1,) * (len(shape) - 2) + fitting
-        # A chunk of the fill value alone is written too: it may equal that value, as -0.0 and NaN do, and not its bits.
+        # Chunks whose voxels all equal the fill value are written too: -0.0 and NaN may equal it in other bits.
         options["config"] = {"write_empty_chunks": True}
         return zarr.create_array(self.path, name=str(level), shape=shape, chunks=chunks, **options)
 
     def attributes(self) -> dict[str, Any]:
-        """The root's attributes: the input's, with the levels as they are now."""
+        """Return the attributes of the root: the input's, with the levels of the result."""
         kept = dict(self.new.metadata.attributes)
         image = {name: value for name, value in self.image.items() if name != "datasets"}
         if not image:
@@ -421,12 +459,16 @@ class ZarrStore:
         return {**kept, "multiscales": [{"version": "0.4", **image}]}
 
     def _new_axes(self) -> list[dict[str, str]]:
+        """Return the metadata of axes for an image that has none."""
         unit = {"unit": self.new.metadata.unit} if self.new.metadata.unit else {}
         lead = [{"name": "t", "type": "time"}, {"name": "c", "type": "channel"}][-self.lead :] if self.lead else []
         return [*lead, *({"name": name, "type": "space", **unit} for name in "zyx"[-self.new.ndim :])]
 
     def _transforms(self, level: int) -> list[dict[str, Any]]:
-        """The input's scale and translation, moved to the region and to the middle of the voxels that became one."""
+        """Return a level's scale and translation.
+
+        They are the input's, moved to the region's start and to the middle of the voxels that become one in this level.
+        """
         lead, ndim = self.lead, self.new.ndim
         given: Mapping[str, Any] = (self.image.get("datasets") or [{}])[0]
         size = None if self.image else self.new.metadata.voxel_size
@@ -443,11 +485,15 @@ class ZarrStore:
         return transforms
 
 
+# codecs that keep every bit
 LOSSLESS = ("blosc", "zlib", "gzip", "gz", "zstd", "lz4", "bz2", "lzma", "shuffle", "delta")
 
 
 def kept_codecs(source: Any, dtype: np.dtype) -> dict[str, Any]:
-    """The input's compression for an array of a type; Zarr's own where one of its codecs could change a bit."""
+    """Return the input's compression as arguments of `zarr.create_array`, for an array of `dtype`.
+
+    They leave Zarr's own compression if one of the input's codecs could change a bit.
+    """
     same = np.dtype(source.dtype).newbyteorder("=") == dtype
     filters = tuple(source.filters or ())
     names = [_codec_name(codec) for codec in (*filters, *source.compressors)]
@@ -457,11 +503,12 @@ def kept_codecs(source: Any, dtype: np.dtype) -> dict[str, Any]:
 
 
 def _codec_name(codec: Any) -> str:
+    """Return a codec's name, as in LOSSLESS."""
     return str(getattr(codec, "codec_id", None) or type(codec).__name__.lower().removesuffix("codec"))
 
 
 def halve(image_YX: np.ndarray) -> np.ndarray:
-    """Means of 2 x 2 voxels, of fewer at the ends of odd sides. float64 [Y, X]."""
+    """Return the means of 2 x 2 voxels, or of fewer at the ends of odd sides. float64 [Y, X]."""
     rows, columns = (np.arange(0, side, 2) for side in image_YX.shape)
     sums_YX = np.add.reduceat(np.add.reduceat(image_YX, rows, axis=0), columns, axis=1)
     counts = [np.minimum(2, side - starts) for side, starts in zip(image_YX.shape, (rows, columns), strict=True)]

@@ -1,9 +1,8 @@
-"""A volume in slices along another axis than its file's, and voxels that were restored in such slices.
+"""A volume as slices along another axis than its file's, and the voxels that were restored in such slices.
 
-Slices along z are [Y, X], along y [Z, X], along x [Z, Y]. A file gives slices along z alone: those along another axis
-are read from a copy that is made in one pass, a block of slices in memory at a time. What is restored is kept for the
-masked voxels alone, four bytes each, in the order of the slices; a slice along z finds its voxels in it, whatever the
-axis.
+Slices along z are [Y, X], along y [Z, X], along x [Z, Y]. Files give slices along z only. Slices along another axis are
+read from a copy, which is made in one pass with a block of slices in memory at a time. Restored values are stored for
+masked voxels only, four bytes each, in the order of the slices. From these any slice along z finds its own voxels.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from cocodiff.config.files import appearing, flush
 from cocodiff_eval.data.volume import Progress, Reader, Triple, unwatched
 
 AXES = "zyx"
-BLOCK_BYTES = 2**28  # of slices along z that are in memory while a copy is made
+BLOCK_BYTES = 2**28  # bytes of slices along z that are in memory while a copy is made
 
 
 def reoriented_shape(shape: Triple, axis: str) -> Triple:
-    """[Z, Y, X] as slices along an axis: their number, rows and columns."""
+    """Return the number, rows and columns of the slices of a volume [Z, Y, X] along an axis."""
     first = AXES.index(axis)
     rows, columns = (side for place, side in enumerate(shape) if place != first)
     return shape[first], rows, columns
@@ -32,16 +31,15 @@ def reoriented_shape(shape: Triple, axis: str) -> Triple:
 
 @dataclass(frozen=True)
 class MaskStatistics:
-    """How many voxels of a mask [Z, Y, X] lie in each row (rows_ZY) and in each column (columns_ZX) of each slice along
-    z: int64, 8 Z (Y + X) bytes in all. through: how many lie on lines along z that are masked wholly."""
+    """Counts of the masked voxels of a mask [Z, Y, X]. They take 8 Z (Y + X) bytes."""
 
-    rows_ZY: np.ndarray
-    columns_ZX: np.ndarray
-    through: int
+    rows_ZY: np.ndarray  # masked voxels in each row of each slice along z, int64
+    columns_ZX: np.ndarray  # masked voxels in each column of each slice along z, int64
+    through: int  # masked voxels on lines along z that are masked wholly
 
     @classmethod
     def of(cls, read: Reader, slices: int) -> MaskStatistics:
-        """read: a slice of the mask, boolean [Y, X]."""
+        """Return the statistics of a mask, read slice by slice. `read` gives a slice of it, boolean [Y, X]."""
         rows, columns, through_YX = [], [], np.asarray(True)
         for mask_YX in map(read, range(slices)):
             rows.append(mask_YX.sum(axis=1))
@@ -51,42 +49,46 @@ class MaskStatistics:
 
     @property
     def shape(self) -> Triple:
+        """The shape of the mask, [Z, Y, X]."""
         return self.rows_ZY.shape[0], self.rows_ZY.shape[1], self.columns_ZX.shape[1]
 
     @property
     def total(self) -> int:
-        """Of all masked voxels."""
+        """The number of all masked voxels."""
         return int(self.rows_ZY.sum())
 
     def counts(self, axis: str) -> np.ndarray:
-        """Masked voxels of each slice along an axis, int64 [N]."""
+        """Return the number of masked voxels in each slice along an axis, int64 [N]."""
         return {"z": self.rows_ZY.sum(axis=1), "y": self.rows_ZY.sum(axis=0), "x": self.columns_ZX.sum(axis=0)}[axis]
 
     def full(self, axis: str) -> np.ndarray:
-        """Which slices along an axis are masked wholly, boolean [N]."""
+        """Return which slices along an axis are masked wholly, boolean [N]."""
         _, rows, columns = reoriented_shape(self.shape, axis)
         return np.asarray(self.counts(axis) == rows * columns)
 
     def restorable(self, axis: str) -> list[int]:
-        """The slices along an axis that have something to restore and something to restore it from."""
+        """Return the numbers of the slices along an axis that have both masked and known voxels."""
         return np.flatnonzero((self.counts(axis) > 0) & ~self.full(axis)).tolist()
 
     @cached_property
     def starts(self) -> dict[str, np.ndarray]:
-        """For each axis, where the masked voxels of each slice along it [N] begin in each slice along z [Z] when they
-        lie in the order of slices, rows, columns: int64 [N, Z]; along z, of each slice, [N, 1]."""
+        """The positions, by axis, of masked voxels that are stored in the order of slices, rows and columns.
+
+        For y and x it is where the voxels of each slice along the axis begin in each slice along z, int64 [N, Z]. For z
+        it is where each slice begins, [N, 1].
+        """
         counts = {"z": self.counts("z")[:, None], "y": self.rows_ZY.T, "x": self.columns_ZX.T}
         return {axis: (np.cumsum(each) - each.ravel()).reshape(each.shape) for axis, each in counts.items()}
 
 
 @dataclass(frozen=True)
 class Reoriented:
-    """A copy of a volume [Z, Y, X] in slices along y or x, uncompressed in a file."""
+    """A copy of a volume [Z, Y, X] as slices along y or x, uncompressed in a file."""
 
-    path: Path
-    axis: str
-    shape: Triple
-    dtype: np.dtype
+    path: Path  # the copy's file
+    axis: str  # "y" or "x"
+    shape: Triple  # [Z, Y, X] of the volume
+    dtype: np.dtype  # of the copy's voxels
 
     @property
     def slices(self) -> np.ndarray:
@@ -94,21 +96,28 @@ class Reoriented:
         return np.memmap(self.path, self.dtype, "r", shape=reoriented_shape(self.shape, self.axis))
 
     def read(self, index: int) -> np.ndarray:
-        """Slice `index` along the axis, [Z, X] or [Z, Y]."""
+        """Return slice `index` along the copy's axis, [Z, X] or [Z, Y]."""
         return np.array(self.slices[index])
 
     def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
-        """A part of the volume, [Z, Y, X]."""
+        """Return a part of the volume, [Z, Y, X]."""
         return np.array(np.moveaxis(self.slices, 0, AXES.index(self.axis))[parts_ZYX])
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has been made: a copy has its name when it is complete."""
+        """True if the copy exists and is complete. An unfinished one has another name."""
         return self.path.exists() and self.path.stat().st_size == np.prod(self.shape) * self.dtype.itemsize
 
 
 def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatched, what: str = "") -> None:
-    """Makes copies along several axes of one volume. read: a slice along z, [Y, X]."""
+    """Write copies of one volume along several axes, unless they exist.
+
+    Args:
+        read: gives a slice along z, [Y, X].
+        copies: the copies, all of one shape.
+        progress: shows the progress of reading.
+        what: the volume's name, for the progress.
+    """
     missing = [copy for copy in copies if not copy.is_whole]
     if not missing:
         return
@@ -129,19 +138,19 @@ def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatc
 
 @dataclass(frozen=True)
 class Restored:
-    """A float32 for each masked voxel, restored in slices along an axis, in a file. Any process may write any slice."""
+    """A file with a float32 for each masked voxel, by slices along an axis. Any process may write any slice."""
 
     path: Path
-    axis: str
-    statistics: MaskStatistics
+    axis: str  # "z", "y" or "x"
+    statistics: MaskStatistics  # the mask's, which give each slice's place in the file
 
     def create(self) -> None:
-        """Makes the file where it is not there; slices are zero until they are written."""
+        """Make the file if it does not exist. Slices are zero until they are written."""
         with self.path.open("ab") as file:
             file.truncate(4 * self.statistics.total)
 
     def write(self, index: int, values_P: np.ndarray) -> None:
-        """The masked voxels of slice `index` along the axis, row by row. Returns when they are on the disk."""
+        """Write the masked voxels of slice `index` along the axis, row by row. Return when they are on disk."""
         start = int(self.statistics.starts[self.axis][index, 0])
         with self.path.open("r+b") as file:
             file.seek(4 * start)
@@ -149,12 +158,12 @@ class Restored:
         flush(self.path)
 
     def read(self, index: int) -> np.ndarray:
-        """As they were written of slice `index` along the axis, float32 [P]."""
+        """Return the masked voxels of slice `index` along the axis, row by row, float32 [P]."""
         count, start = int(self.statistics.counts(self.axis)[index]), int(self.statistics.starts[self.axis][index, 0])
         return np.fromfile(self.path, "<f4", count, offset=4 * start)
 
     def read_along_z(self, index: int, mask_YX: np.ndarray) -> np.ndarray:
-        """The masked voxels of slice `index` along z, row by row, float32 [P]. mask_YX: of that slice."""
+        """Return the masked voxels of slice `index` along z, row by row, float32 [P]. `mask_YX` is its mask."""
         if self.axis == "z":
             return self.read(index)
         counts = (self.statistics.rows_ZY if self.axis == "y" else self.statistics.columns_ZX)[index]

@@ -1,4 +1,4 @@
-"""The user's slices: opening them, and previews of them."""
+"""The user's inputs as stacks of slices with unique names, and 8-bit previews of slices."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.volume import Part, Stack, format_shape, matched
 
 WHOLE = Part()
-SMALLEST_SIDE = 16  # two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7
+SMALLEST_SIDE = 16  # voxels: two latent cells of the usual 8-fold autoencoder, and more than the SSIM window of 7
 
 
 def safe_stem(text: str) -> str:
-    """`text` with everything that could trouble a file system or a shell replaced by `_`."""
+    """Return `text` with every character that could trouble a file system or a shell replaced by `_`."""
     return re.sub(r"[^\w.+-]+", "_", text).strip("._-")[:100] or "slice"
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """The names, with -2, -3, ... where one was there already; upper and lower case count as the same."""
+    """Return the names, with -2, -3, ... appended to repeated ones. Upper and lower case count as equal."""
     taken: set[str] = set()
     unique = []
     for wanted in names:
@@ -36,10 +36,15 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def open_stack(path: str, follow_links: bool = False, part: Part = WHOLE) -> Stack:
-    """Open one slice or stack in any of `formats.table`. Reads no voxels of a stack yet.
+    """Open one slice or stack in any format of `formats.FORMATS`. No voxels of a stack are read yet.
 
-    follow_links: read other files that an HDF5 file names. part: of the volume, the only one that is read.
-    Raises UserError for what cannot be read and for data that is no grey image (complex, boolean, below 16 x 16).
+    Raise UserError for a file that cannot be read, and for data that are no grey image (complex, boolean, below 16 x
+    16).
+
+    Args:
+        path: as of `formats.open_volume`.
+        follow_links: True to read other files that an HDF5 file names.
+        part: the part of the volume that is opened.
     """
     volume = part.of(open_volume(path, follow_links))
     _check_dtype(volume)
@@ -54,7 +59,7 @@ def open_stack(path: str, follow_links: bool = False, part: Part = WHOLE) -> Sta
 
 
 def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = WHOLE) -> list[Stack]:
-    """Open every input and give each a unique name (`scan`, `scan-2`, ...; upper and lower case count as the same)."""
+    """Open every input and give each a unique name (`scan`, `scan-2`, ...). Upper and lower case count as equal."""
     if not paths:
         raise UserError("no input given; name at least one file: --input slice.tif")
     stacks = [open_stack(path, follow_links=follow_links, part=part) for path in paths]
@@ -63,7 +68,7 @@ def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = W
 
 
 def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
-    """Open the known original of `stack` or of its whole volume; another dtype is fine, another shape a UserError."""
+    """Open the known original of `stack` or of its whole volume. Raise UserError if its shape differs."""
     truth = matched(open_stack(path, follow_links=follow_links), stack)
     if truth.shape != stack.shape:
         raise UserError(
@@ -74,6 +79,7 @@ def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
 
 
 def _check_dtype(volume: Stack) -> None:
+    """Raise UserError for complex and boolean volumes and for other dtypes that are not restored."""
     dtype = volume.dtype
     if dtype.kind == "c":
         raise UserError(f"{volume.path}: complex values ({dtype}); save the magnitude or the real part as float32")
@@ -84,14 +90,14 @@ def _check_dtype(volume: Stack) -> None:
 
 
 def to_grey8(image_YX: np.ndarray, low: float, high: float) -> np.ndarray:
-    """`image_YX` as 8-bit grey for looking at: low is black, high is white, what is not finite is black."""
+    """Return an image as 8-bit grey for viewing: `low` is black, `high` is white, and NaN is black."""
     scale = 255.0 / (high - low) if high > low else 0.0
     finite_YX = np.nan_to_num(image_YX.astype(np.float64), nan=low, posinf=high, neginf=low)
     return np.clip(np.rint((finite_YX - low) * scale), 0, 255).astype(np.uint8)
 
 
 def save_preview_png(path: Path, image_YX: np.ndarray, low: float, high: float) -> None:
-    """Save a slice as an 8-bit PNG for looking at (the TIFF holds the values)."""
+    """Save a slice as an 8-bit PNG for viewing. The values themselves are in the result's own file."""
     from PIL import Image
 
     Image.fromarray(to_grey8(image_YX, low, high)).save(path)

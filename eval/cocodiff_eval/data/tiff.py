@@ -1,5 +1,7 @@
-"""TIFF files: one slice or a stack of pages; and sequences of them, a slice each: a folder, or a pattern such as
-`scan/recon_*.tif`."""
+"""TIFF files, which hold one slice or a stack of pages, and sequences of them, which hold a slice each.
+
+A sequence is given as a folder, or as a pattern such as `scan/recon_*.tif`.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,16 @@ from cocodiff_eval.data.volume import (
 
 
 def tifffile_library() -> Any:
-    """Return tifffile. It reads most files without imagecodecs, where that is absent."""
+    """Import and return tifffile. A broken imagecodecs is hidden from it, as it reads most files without."""
     hide_broken("imagecodecs")
     return import_module("tifffile")
 
 
 def open_tiff(file: str) -> Stack:
+    """Open a TIFF file as a volume. Voxels are not read yet, except from a colour image whose channels are equal.
+
+    Raise UserError for damaged files, for colour, and for images of different shapes or dtypes in one file.
+    """
     tifffile = tifffile_library()
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
     with quiet_libraries() as messages, damaged, tifffile.TiffFile(file) as tiff:
@@ -60,7 +66,7 @@ def open_tiff(file: str) -> Stack:
         raise UserError(
             f"{file}: its OME-XML names what is not there ({told}); put all its files here, or save it again"
         )
-    # tifffile only logs that the chain of pages breaks off, and gives the slices before that.
+    # If the chain of pages breaks off, tifffile only logs it, and gives the slices before that.
     broken = [text for text in messages if re.search("invalid|failed|corrupt", text) and "GDAL_NODATA" not in text]
     if broken:
         raise UserError(f"{file}: a damaged TIFF, cut short perhaps ({broken[0][:120]}); copy or save it again")
@@ -74,7 +80,7 @@ def open_tiff(file: str) -> Stack:
     first = series[0]
     if first.dtype is None:
         raise UserError(f"{file}: the TIFF's sample type is unknown; save it as 8 or 16 bit or as float32")
-    # NumPy has two names for integers of 64 bits, of which Zarr's library knows the one.
+    # NumPy has two names for integers of 64 bits, and Zarr's library knows only one of them.
     stem, dtype = Path(file).stem, np.dtype(first.dtype.newbyteorder("=").str)
     # A stack of 3 or 4 slices, saved without saying so, is marked as the planes of one colour image (SYX); colour
     # images themselves come with their channels interleaved (YXS).
@@ -101,7 +107,7 @@ def open_tiff(file: str) -> Stack:
 
 
 def check_samples(file: str, pages: Sequence[Any]) -> None:
-    """Raises UserError for samples that are no intensities, and where not all pages' are of one kind."""
+    """Raise UserError unless all pages' samples are intensities, and of one kind."""
     kinds = {int(page.photometric): getattr(page.photometric, "name", "unknown") for page in pages}
     if len(kinds) > 1 or max(kinds) > 2:  # min is white, min is black, RGB
         raise UserError(
@@ -111,13 +117,14 @@ def check_samples(file: str, pages: Sequence[Any]) -> None:
 
 
 class _TiffReader:
-    """Reads slices: by page where pages are slices, else by memory map, else (one compressed volume) wholly.
+    """A reader of slices: page by page if pages are slices, else from a memory map, else all slices at once.
 
-    Each process opens the file for itself: ranks forked after the input was checked would otherwise share one file
-    position and read each other's bytes.
+    All slices are read at once from a single compressed volume. Each process opens the file for itself. Ranks forked
+    after the input was checked would otherwise share one file position and read each other's bytes.
     """
 
     def __init__(self, file: str, shape: tuple[int, ...]) -> None:
+        """Prepare to read a file as `shape`, [N, Y, X]. The file is opened at the first read."""
         self.file, self.shape = file, shape
         self.process = 0
         self.series: list[Any] = []
@@ -125,6 +132,7 @@ class _TiffReader:
         self.volume: np.ndarray | None = None
 
     def _open(self) -> None:
+        """Open the file unless this process has done so."""
         if self.process != os.getpid():
             tiff = tifffile_library().TiffFile(self.file)
             weakref.finalize(self, tiff.close)
@@ -133,7 +141,7 @@ class _TiffReader:
             self.process = os.getpid()
 
     def whole(self) -> np.ndarray:
-        """The first series at once, as a memory map where the file allows it."""
+        """Return the whole first series, as a memory map if the file allows it."""
         with quiet_libraries(), self._errors("its image"):
             self._open()
             first = self.series[0]
@@ -142,7 +150,7 @@ class _TiffReader:
             return np.asarray(first.asarray(out="memmap" if first.dataoffset is not None else None))
 
     def read(self, index: int) -> np.ndarray:
-        """Slice `index`, [Y, X]."""
+        """Return slice `index`, [Y, X]."""
         with quiet_libraries(), self._errors(f"slice {index}"):
             if self.volume is None:
                 self._open()
@@ -153,13 +161,13 @@ class _TiffReader:
             return np.asarray(self.volume[index])
 
     def _errors(self, what: str) -> AbstractContextManager[None]:
-        """Damaged data, an absent codec, a full disk."""
+        """Return a context that raises a UserError about `what`, for damaged data, a missing codec or a full disk."""
         others = {"imagecodecs": "save it uncompressed"}
         return reading(f"{self.file}: {what} cannot be read", "the file may be damaged", others)
 
 
 def _check_segments(page: Any) -> None:
-    """Raises for strips or tiles that a page has not stored, which would be read as 0."""
+    """Raise ValueError for strips or tiles of a page that are not stored. They would be read as 0."""
     if page.is_contiguous:
         return
     count = math.prod(page.chunked)
@@ -169,7 +177,7 @@ def _check_segments(page: Any) -> None:
 
 
 def write_tiff(new: NewVolume) -> None:
-    """Writes a TIFF, uncompressed, its slices in a row; a BigTIFF where it needs one."""
+    """Write a result as an uncompressed TIFF, slice after slice. A large one becomes a BigTIFF."""
     tifffile = tifffile_library()
     big = math.prod(new.shape) * new.dtype.itemsize > 2**32 - 2**25
     opening, options = tiff_options(new)
@@ -181,25 +189,26 @@ TIFF_SUFFIXES = (".tif", ".tiff")
 
 
 class Slice(NamedTuple):
-    """A file of a sequence. `digits` is "" for a name without a number, and the number then 0."""
+    """A file of a sequence, with its name cut at the number that counts the files."""
 
-    number: Decimal
+    number: Decimal  # 0 for a name without a number
     file: Path
-    before: str
-    digits: str
-    after: str
+    before: str  # the file's name before the digits
+    digits: str  # the number as written; "" for a name without one
+    after: str  # the file's name after the digits, without its suffix
 
     def name(self, digits: str) -> str:
+        """Return the file's name with other digits in the number's place."""
         return f"{self.before}{digits}{self.after}{self.file.suffix}"
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path names several files, and none of that very name exists."""
+    """Return True if a path is a pattern of file names. A file that has that very name is no pattern."""
     return any(sign in path for sign in "*?[") and "\0" not in path and not is_there(path)
 
 
 def holds_slices(path: str) -> bool:
-    """Whether a path names a folder that has TIFF files in it."""
+    """Return True if a path is a folder that has TIFF files in it."""
     try:
         return is_folder(path) and bool(_slices_in(path))
     except PermissionError:
@@ -207,11 +216,12 @@ def holds_slices(path: str) -> bool:
 
 
 def open_sequence(path: str) -> Stack:
-    """Open the TIFF files of a folder or a pattern as one stack, in the order of their numbers; reads headers only. A
-    remark names the first file that tells another voxel size, date, software or description.
+    """Open the TIFF files of a folder or a pattern as one stack, in the order of their numbers. Only headers are read.
 
-    Raises UserError that names the file: for a number that is missing or comes twice, for files of several names, and
-    for a file that holds something else than one slice of the first one's shape and type.
+    A remark names the first file that has another voxel size, date, software or description than the first one.
+
+    Raise UserError, naming the file, for a number that is missing or occurs twice, and for files of several naming
+    schemes. Raise it also for a file that does not hold exactly one slice of the first one's shape and dtype.
     """
     slices = _listed(path)
     _check_numbers(path, slices)
@@ -231,14 +241,15 @@ def open_sequence(path: str) -> Stack:
 
 
 def _slices_in(folder: str) -> list[Path]:
+    """Return the TIFF files in a folder, in any order."""
     return [one for one in Path(folder).iterdir() if one.suffix.lower() in TIFF_SUFFIXES and one.name[0] != "."]
 
 
 def _matching(path: str) -> list[Path]:
-    """Return the files of a folder or a pattern. Raise UserError for none, and for others than TIFF in a pattern."""
+    """Return the files of a folder or a pattern. Raise UserError for none, and for a pattern that fits other files."""
     if is_pattern(path):
         folder, parts = Path(), [*Path(path).parts]
-        while len(parts) > 1 and is_there(folder / parts[0]):  # signs in the names of folders are their own
+        while len(parts) > 1 and is_there(folder / parts[0]):  # an existing folder's name is no pattern
             folder /= parts.pop(0)
         find = partial(glob.glob, root_dir=folder, recursive=True)
         rest = str(Path(*parts))
@@ -256,7 +267,7 @@ def _matching(path: str) -> list[Path]:
 
 
 def _listed(path: str) -> list[Slice]:
-    """Return the slices of one stack in order. Raise UserError where there are several, with a pattern for one."""
+    """Return the slices of one stack in order. Raise UserError for several stacks, with a pattern for one of them."""
     families = by_key((tuple(re.split(r"\d+", file.stem)), file) for file in _matching(path)).values()
     stacks = sorted((stack for family in families for stack in _divide(family)), key=len)
     if len(stacks) > 1:
@@ -267,13 +278,14 @@ def _listed(path: str) -> list[Slice]:
 
 
 def _divide(files: Sequence[Path]) -> list[list[Slice]]:
-    """Divide files whose names differ in numbers alone into stacks, each in the order of the number that counts them.
+    """Divide files whose names differ only in numbers into stacks, each in the order of its slices' numbers.
 
-    It is one that rises from each file to the next, the one of most even steps; then all are one stack. If none does,
-    it is the most varied one, and files that differ in it alone are a stack.
+    The number that counts slices is one that increases from each file to the next, and of several the one with the most
+    even steps. All files are then one stack. If no number increases so, it is the one with the most values, and files
+    that differ only in it are a stack.
     """
     fractions = {tuple(map(len, re.findall(r"(?<=\d\.)\d+", file.stem))) for file in files}
-    numeral = r"(\d+(?:\.\d+)?)" if len(fractions) == 1 else r"(\d+)"  # decimals have one length
+    numeral = r"(\d+(?:\.\d+)?)" if len(fractions) == 1 else r"(\d+)"  # decimals all have the same length
     names = {file: [*re.split(numeral, file.stem), "", ""] for file in files}
     columns = [*zip(*names.values(), strict=True)]
     places = [place for place in range(1, len(columns), 2) if len({*columns[place]}) > 1] or [max(1, len(columns) - 4)]
@@ -291,7 +303,7 @@ def _divide(files: Sequence[Path]) -> list[list[Slice]]:
 
 
 def _pattern(stack: Sequence[Slice]) -> str:
-    """Return a pattern of these files and no others; "" where there is none."""
+    """Return a pattern that fits these files and no others; "" if there is none."""
     one = stack[0]._replace(before=glob.escape(stack[0].before), after=glob.escape(stack[0].after))
     patterns = [str(one.file.parent / one.name(sign)) for sign in ("*", "[0-9]*", "?" * len(one.digits))]
     fitting = (pattern for pattern in patterns if {*_matching(pattern)} == {each.file for each in stack})
@@ -299,7 +311,7 @@ def _pattern(stack: Sequence[Slice]) -> str:
 
 
 def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
-    """Raise UserError for a number that comes twice, and for a step larger than the least one."""
+    """Raise UserError for a number that occurs twice, and for a step larger than the smallest one."""
     steps = [after.number - before.number for before, after in pairwise(slices)]
     least = min(filter(None, steps), default=Decimal(1))
     for (one, other), step in zip(pairwise(slices), steps, strict=True):
@@ -314,7 +326,8 @@ def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
 
 
 def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
-    """Return the file's `traits_of_scan`. Raise UserError for another shape, type or kind of samples."""
+    """Return the file's `traits_of_scan`. Raise UserError if its shape, dtype or samples differ from the first
+    file's."""
     tifffile = tifffile_library()
     check_file(file)
     damaged = reading(f"{file}: not a readable TIFF", "save it again")
@@ -336,15 +349,18 @@ def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
 
 
 def _stem(path: str, first: Slice) -> str:
-    """Return the name that files of a pattern have in common, else that of their folder."""
+    """Return a name for a sequence: the beginning of the names that a pattern fits, or else the folder's name."""
     if is_pattern(path):
         return first.before.strip("_-. ") or first.file.resolve().parent.name
     return Path(path).resolve().name
 
 
 def write_sequence(new: NewVolume) -> None:
-    """Writes a folder of TIFF files, a slice each, with the names and the metadata of the input's where it is a
-    sequence: description and date may differ from slice to slice."""
+    """Write a result as a folder of TIFF files, one for each slice.
+
+    If the input is a sequence, its names and the metadata of each file are kept, as description and date may differ
+    from slice to slice.
+    """
     tifffile = tifffile_library()
     new.path.mkdir()
     first, *_ = start_of(new.region)

@@ -1,4 +1,4 @@
-"""What a TIFF says besides its voxels: tags, ImageJ's and OME's descriptions; read, and written again."""
+"""The metadata of TIFF files: tags and the descriptions of ImageJ and OME, which are read here and written again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from cocodiff.jobs.declared import read_declared
 from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, one_unit, plain, start_of, unit_symbol
 
 SOFTWARE, DATE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 306, 282, 283, 296
-ORIENTATION, POSITIONS = 274, (286, 287)  # of the image's first row and column; of its corner on a page
-NODATA = 42113  # GDAL's text of the value that missing voxels have
+ORIENTATION, POSITIONS = 274, (286, 287)  # sides at which row and column 0 lie; position of the image on a page
+NODATA = 42113  # GDAL's tag, a text: the value of missing voxels
 # Tags that are kept as they are: document, maker, model, page, artist, host, copyright, and those named above.
 KEPT = (269, 271, 272, 285, SOFTWARE, DATE, 315, 316, 33432, ORIENTATION, *POSITIONS, NODATA)
-MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # of a resolution unit
+MICROMETERS = {2: 25400.0, 3: 10000.0, 4: 1000.0, 5: 1.0}  # length of a resolution unit, by its number
 OME_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64")
 IMAGEJ_DTYPES = ("uint8", "uint16", "float32")
-PLACED = ("ROI", "Overlays")  # of ImageJ, in voxels of the whole image
-OME_PLACED = ("Plane", "StageLabel", "ROI")  # elements that say where the whole image or something in it lies
-IMAGEJ_BINARY = (*PLACED, "LUTs", "Plot")  # which only ImageJ's own files have a place for
-# What tifffile says of ImageJ's and its own files by itself.
+PLACED = ("ROI", "Overlays")  # entries of ImageJ's that have places in voxels of the whole image
+OME_PLACED = ("Plane", "StageLabel", "ROI")  # elements that hold the place of the whole image or of something in it
+IMAGEJ_BINARY = (*PLACED, "LUTs", "Plot")  # entries that only ImageJ's own files can hold
+# Entries that tifffile adds to the metadata of ImageJ's files and its own.
 _OF_SHAPE = {"ImageJ", "images", "slices", "frames", "channels", "hyperstack", "mode", "shape", "axes", "truncated"}
-NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters
-NOTES = "cocodiff"
+NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML does not allow
+NOTES = "cocodiff"  # name under which results hold their provenance
 
 
 def read_metadata(tiff: Any) -> Metadata:
@@ -77,14 +77,16 @@ def read_metadata(tiff: Any) -> Metadata:
 
 
 def _copied(tag: Any) -> tuple[Any, ...]:
-    """Return a tag as `tifffile.TiffWriter.write` takes it among `extratags`."""
+    """Return a tag as `tifffile.TiffWriter.write` takes it in `extratags`."""
     value = tag.value.encode() if isinstance(tag.value, str) else tag.value
-    return tag.code, int(tag.dtype), tag.count, value, tag.code != ORIENTATION  # which each page has
+    return tag.code, int(tag.dtype), tag.count, value, tag.code != ORIENTATION  # every page has its orientation
 
 
 def traits_of_scan(page: Any) -> dict[str, Any]:
-    """Return what is the same in all slices of a scan: voxel size, software, day, the value of missing voxels, and the
-    words of the description, in which numbers may differ from slice to slice."""
+    """Return what all slices of a scan share, by name: voxel size, software, day, missing value, description.
+
+    Of the description only the words are returned, as numbers in it may differ from slice to slice.
+    """
     size, words = (X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT), re.findall("[A-Za-z]{2,}", page.description)
     found = {"voxel size": [page.tags.valueof(code) for code in size], "software": page.tags.valueof(SOFTWARE)}
     found |= {"date": str(page.tags.valueof(DATE))[:10], "description": words}
@@ -92,7 +94,7 @@ def traits_of_scan(page: Any) -> dict[str, Any]:
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
-    """X and Y resolution as fractions, and their unit's number; None where there are none."""
+    """Return the X and Y resolution as fractions and their unit's number; None if they are missing or malformed."""
     x, y = tags.get(X_RESOLUTION), tags.get(Y_RESOLUTION)
     if not isinstance(x, tuple) or not isinstance(y, tuple) or len(x) != 2 or len(y) != 2 or not (x[0] and y[0]):
         return None
@@ -100,7 +102,7 @@ def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
 
 
 def _of_resolution(resolution: tuple[Any, Any, int] | None) -> Sides:
-    """The tags know no distance of slices: it is taken to be a voxel's height."""
+    """Return the voxel size by the resolution tags. A voxel's height is taken for the distance of slices."""
     if resolution is None or resolution[2] not in MICROMETERS:
         return None, "", []
     x, y = (MICROMETERS[resolution[2]] * fraction[1] / fraction[0] for fraction in resolution[:2])
@@ -108,7 +110,10 @@ def _of_resolution(resolution: tuple[Any, Any, int] | None) -> Sides:
 
 
 def _of_imagej(given: Mapping[str, Any], resolution: tuple[Any, Any, int] | None) -> Sides:
-    """ImageJ writes the units of rows and slices where they differ from that of columns."""
+    """Return the voxel size that ImageJ's metadata and the resolution tags give.
+
+    ImageJ writes the units of rows and slices only if they differ from that of the columns.
+    """
     unit = str(given.get("unit", ""))
     if unit in ("", "pixel", "null") or resolution is None:
         return None, "", []
@@ -119,7 +124,10 @@ def _of_imagej(given: Mapping[str, Any], resolution: tuple[Any, Any, int] | None
 
 
 def _of_ome(xml: str) -> tuple[Sides, str]:
-    """A side that is not there is that of the axis before it, from x to z."""
+    """Return the voxel size and the description of the first image in OME-XML.
+
+    A missing side of a voxel is taken to equal that of the axis before it, in the order x, y, z.
+    """
     root = ElementTree.fromstring(xml)
     pixels, text = root.find("{*}Image/{*}Pixels"), root.findtext("{*}Image/{*}Description", "")
     given = pixels.attrib if pixels is not None else {}
@@ -131,9 +139,9 @@ def _of_ome(xml: str) -> tuple[Sides, str]:
 
 
 def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments of `tifffile.TiffWriter` and of its `write`, so that the new file says what the input said.
+    """Return arguments of `tifffile.TiffWriter` and of its `write` with which a file keeps the input's metadata.
 
-    Of another format's metadata an OME-TIFF is made where a voxel's size is known, else a plain one.
+    The metadata of other formats become an OME-TIFF if the voxel size is known, else a plain TIFF.
     """
     kept = file.metadata
     details = kept.details if kept.kind in ("tiff", "sequence") else {}
@@ -167,7 +175,12 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a plain TIFF says in JSON, as tifffile writes it."""
+    """Return the metadata of a plain TIFF, which tifffile writes as JSON.
+
+    Args:
+        notes: the provenance, by NOTES.
+        details: the input's own details if it is a TIFF, else empty.
+    """
     kept = file.metadata
     said: dict[str, Any] = {**kept.attributes} if details or not kept.attributes else {"attributes": kept.attributes}
     if kept.voxel_size and details.get("form") != "plain":
@@ -176,6 +189,7 @@ def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any])
 
 
 def _imagej(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of an ImageJ file, with places and labels moved to the result's region."""
     of_image = PLACED if file.region is not None else ()
     binary = {name: one for name, one in file.metadata.details["imagej"].items() if name not in of_image}
     said = {**file.metadata.attributes, **binary, "axes": "ZYX"[-file.ndim :]}
@@ -190,6 +204,7 @@ def _imagej(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _new_ome(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of an OME-TIFF for an input that is none, as tifffile takes them."""
     kept, said = file.metadata, dict[str, Any](axes="ZYX"[-file.ndim :], UUID=_identity(file))
     for axis, side in zip("ZYX", kept.voxel_size or (), strict=False):
         said |= {f"PhysicalSize{axis}": side}
@@ -204,13 +219,13 @@ def _new_ome(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(file: NewVolume) -> str:
-    """The same for the same result: tifffile's own would tell the time and this machine's address."""
+    """Return a UUID that is equal for equal results. tifffile's own contains the time and the machine's address."""
     about = [file.path.name, str(file.shape), file.dtype.str, file.notes(), dict(file.metadata.attributes)]
     return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(about, sort_keys=True)))
 
 
 def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes | None:
-    """The input's OME-XML, its first image, with the result's size and type of voxels; None where it has no image."""
+    """Return the first image of the input's OME-XML with the result's size and dtype; None if it has no image."""
     root = ElementTree.fromstring(xml)
     space = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
     ElementTree.register_namespace("", space[1:-1])
@@ -238,7 +253,14 @@ def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes |
 
 
 def _annotate(root: ElementTree.Element, space: str, image: ElementTree.Element, text: str) -> None:
-    """Add a map annotation, in the place of that of an earlier run."""
+    """Add a map annotation to an OME-XML image, in place of one from an earlier run.
+
+    Args:
+        root: the root element.
+        space: the XML namespace in braces; "" for none.
+        image: the image's element.
+        text: the provenance as JSON.
+    """
     annotations = root.find(f"{space}StructuredAnnotations")
     if annotations is None:
         annotations = ElementTree.SubElement(root, f"{space}StructuredAnnotations")

@@ -1,8 +1,7 @@
-"""What the formats of slices and masks share: a volume whose voxels are not read yet, regions of it (`--slices` and
-`--roi`) and of masks beside it, results that are not written yet, and what is refused of them.
+"""The common parts of all formats: volumes, regions of them, results that are to be written, and checks.
 
-A reader knows the shape and dtype at once and reads one slice at a time: a stack larger than memory is no special case.
-Every failure is a `UserError` that names the file and the remedy.
+A reader knows the shape and dtype at once and reads one slice at a time, so a stack may be larger than memory. Every
+failure is a `UserError` that names the file and the remedy.
 """
 
 from __future__ import annotations
@@ -27,41 +26,33 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import irregular
 from cocodiff.jobs.declared import OF_VOXELS, Declared, find_missing
 
-WORKING_BYTES = 16  # of each voxel of a slice at work, at least: the slice normalised and filled, in float64
-KEPT_BYTES = 128 * 2**20  # of slices that were decoded together
-MOST_LISTED = 8  # of a file's datasets
-MOST_VALUES = 10_000  # of an attribute that is kept as plain data
-Triple = tuple[int, int, int]  # along slices, rows and columns
-Reader = Callable[[int], np.ndarray]  # gives the slice of a number, [Y, X]
-NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # in JSON, as Zarr writes fill values
+# least bytes of memory for each voxel of a slice at work, besides the stored one: the slice normalised and filled, in
+# float64
+WORKING_BYTES = 16
+KEPT_BYTES = 128 * 2**20  # most bytes of slices that are kept because they were decoded together
+MOST_LISTED = 8  # datasets of a file that an error lists
+MOST_VALUES = 10_000  # values of an attribute; larger ones are not kept as plain data
+Triple = tuple[int, int, int]  # numbers of slices, rows and columns
+Reader = Callable[[int], np.ndarray]  # function from a slice's number to the slice, [Y, X]
+NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # texts for JSON, as Zarr writes fill values
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a file says of its voxels besides their values.
+    """The metadata of a file's voxels."""
 
-    kind         a word of `formats.FORMATS`
-    axes         as the file names them, the slices' axis, rows and columns last; "" where it does not
-    voxel_size   sides along slices, rows and columns, in `unit`; None where unknown, as where one is no length
-    unit         as UDUNITS spells it ("micrometer"); "" where unknown
-    description  free text
-    byteorder    "<" or ">", of the stored voxels
-    attributes   the object's own, as plain data that JSON takes
-    details      what writers of the same kind need besides
-    remarks      lines of what the user has to know
-    declared     what the array's attributes say of its values
-    """
-
-    kind: str = ""
-    axes: str = ""
+    kind: str = ""  # a key of `formats.FORMATS`, but "hdf5" for HDF5
+    axes: str = ""  # names as in the file, with slices, rows and columns last; "" if the file names none
+    # sides along slices, rows and columns in `unit`; None if unknown, or if one is no length
     voxel_size: tuple[float, float, float] | None = None
-    unit: str = ""
-    description: str = ""
-    byteorder: str = "<"
+    unit: str = ""  # as UDUNITS spells it ("micrometer"); "" if unknown
+    description: str = ""  # free text
+    byteorder: str = "<"  # "<" or ">": byte order of the stored voxels
+    # the object's own attributes, as plain data that JSON can hold
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    details: Mapping[str, Any] = field(default_factory=dict)
-    remarks: Sequence[str] = ()
-    declared: Declared = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)  # further data for a writer of the same format
+    remarks: Sequence[str] = ()  # lines that the user is to read
+    declared: Declared = field(default_factory=dict)  # what the array's attributes declare of its values
 
 
 @dataclass(frozen=True)
@@ -73,42 +64,33 @@ class Region:
 
     @property
     def shape(self) -> Triple:
+        """The number of slices, rows and columns."""
         slices, rows, columns = (stop - start for start, stop in zip(self.start, self.stop, strict=True))
         return slices, rows, columns
 
 
 def start_of(region: Region | None) -> Triple:
-    """[slice, row, column] in the input at which a region of it begins; a result without a region is all of it."""
+    """Return [slice, row, column] of the input where a region begins; zeros for None, the whole input."""
     return region.start if region is not None else (0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A slice or a stack of slices in a file, read one at a time.
+    """A slice or a stack of slices in a file, read one at a time."""
 
-    path    of an input as the user wrote it
-    name    of an input unique within a run, and safe as a file name
-    shape   [N, Y, X]; N is 1 for a single slice
-    dtype   native-endian; `read` returns it
-    ndim    2 for a slice, 3 for a stack (also one of a single slice)
-    reader  of a slice, as the file has it
-    labels  whether any non-zero value is a label
-    region  the part that it is of one of shape `whole`
-    """
-
-    path: str
-    name: str
-    shape: Triple
-    dtype: np.dtype
-    ndim: int
-    reader: Reader
+    path: str  # as the user wrote it
+    name: str  # for an input: unique within a run, and safe as a file name
+    shape: Triple  # [N, Y, X]; N is 1 for a single slice
+    dtype: np.dtype  # of the slices that `read` returns, in native byte order
+    ndim: int  # 2 for a slice, 3 for a stack, also for one of a single slice
+    reader: Reader  # gives a slice as the file stores it
     metadata: Metadata = field(default_factory=Metadata)
-    labels: bool = False
-    region: Region | None = None
-    whole: Triple | None = None
+    labels: bool = False  # True for a label image, whose non-zero values are labels
+    region: Region | None = None  # the part of the file's volume that this is; None for all of it
+    whole: Triple | None = None  # shape of the file's volume, if this is a part of it
 
     def cropped(self, region: Region) -> Stack:
-        """The part of this volume in a region that lies inside it."""
+        """Return the part of this volume in a region. The region must lie inside the volume."""
         first, rows, columns = map(slice, region.start, region.stop)
 
         def read(index: int) -> np.ndarray:
@@ -117,7 +99,10 @@ class Stack:
         return replace(self, shape=region.shape, reader=read, region=region, whole=self.shape)
 
     def as_truth(self) -> Stack:
-        """Return this volume with NaN where its attributes declare a voxel missing, in floats then."""
+        """Return this volume as floats, with NaN for voxels that its attributes declare missing.
+
+        A volume without such declarations is returned unchanged.
+        """
 
         def read(index: int) -> np.ndarray:
             image_YX = self.reader(index)
@@ -126,7 +111,7 @@ class Stack:
         return replace(self, dtype=np.dtype(np.float64), reader=read) if self.metadata.declared else self
 
     def as_map(self) -> Stack:
-        """Return this volume without what is declared of its voxels, for results that hold something else of them."""
+        """Return this volume without declarations of its values, for results that hold other quantities."""
         details = {**self.metadata.details, "without": OF_VOXELS}
         return replace(self, metadata=replace(self.metadata, details=details))
 
@@ -135,36 +120,33 @@ class Stack:
 
     @property
     def numbers(self) -> range:
-        """What the slices are called by: their numbers in the input, of which this may be a part."""
+        """The numbers of the slices in the input, of which this may be a part."""
         first, *_ = start_of(self.region)
         return range(first, first + len(self))
 
     def place(self, index: int, row: int, column: int) -> str:
-        """A voxel of slice `index` as messages name it: where it is in the input."""
+        """Return a phrase that names a voxel of slice `index` by its place in the input, for messages."""
         _, top, left = start_of(self.region)
         found = f"row {top + row}, column {left + column}"
         return f"slice {self.numbers[index]}, {found}" if self.ndim == 3 else found
 
     def read(self, index: int) -> np.ndarray:
-        """Slice `index` as [Y, X] in the native dtype. Raises UserError if the file can't be read there."""
+        """Return slice `index` as [Y, X] in the native dtype. Raise UserError if the file cannot be read there."""
         return np.ascontiguousarray(self.reader(index), dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class NewVolume:
-    """A result as a writer of a format takes it: [Y, X] for ndim 2, [N, Y, X] for ndim 3, read slice by slice.
+    """A result that is to be written, read slice by slice."""
 
-    metadata: the input's, kept; provenance: how the result was made; region: the part of the input that it is.
-    """
-
-    path: Path
-    shape: Triple
-    dtype: np.dtype
-    ndim: int
-    read: Reader
-    metadata: Metadata = field(default_factory=Metadata)
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    region: Region | None = None
+    path: Path  # the file or folder to write
+    shape: Triple  # [N, Y, X]
+    dtype: np.dtype  # in native byte order
+    ndim: int  # 2 to store the one slice as [Y, X], 3 to store [N, Y, X]
+    read: Reader  # gives a slice, [Y, X]
+    metadata: Metadata = field(default_factory=Metadata)  # the input's, which the result keeps
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # how the result was made; empty to write none
+    region: Region | None = None  # the part of the input that it is; None for all of it
 
     @property
     def stored(self) -> np.dtype:
@@ -173,15 +155,15 @@ class NewVolume:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the array in the file."""
+        """The shape of the array in the file."""
         return self.shape[-self.ndim :]
 
     def slices(self) -> Iterator[np.ndarray]:
-        """All slices [Y, X] in their order."""
+        """Return an iterator over all slices [Y, X] in order."""
         return map(self.read, range(self.shape[0]))
 
     def notes(self) -> dict[str, Any]:
-        """How the result was made, for the file's own metadata: plain data that JSON takes, empty for no provenance."""
+        """Return how the result was made, as plain data for the file's metadata; empty if there is no provenance."""
         notes = dict(self.provenance)
         if notes and self.region is not None:
             notes["region"] = {"start": list(self.region.start), "stop": list(self.region.stop)}
@@ -190,7 +172,8 @@ class NewVolume:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the file system or a library refuses of a new file: a UserError; a full or failing disk stays an OSError."""
+    """Raise a UserError if the file system or a library refuses to write a new file. A full or failing disk stays an
+    OSError."""
     try:
         yield
     except UserError:
@@ -198,7 +181,7 @@ def writing(path: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
             raise
-        if f"errno = {errno.ENOSPC}," in str(error) or str(error).endswith(" written"):  # so say HDF5 and numpy
+        if f"errno = {errno.ENOSPC}," in str(error) or str(error).endswith(" written"):  # messages of HDF5 and numpy
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         option = "--out" if isinstance(error, OSError) else "--format"
         raise UserError(f"{path}: cannot be written ({one_line(error)}); choose another {option}") from error
@@ -206,8 +189,13 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(what: str, remedy: str, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Around a library that reads a file, which may be damaged: whatever it raises is one line about `what`, a
-    UserError. others: other remedies, by words of the library's message."""
+    """Raise a one-line UserError about `what` for every error of a library that reads a file, which may be damaged.
+
+    Args:
+        what: the file and what is wrong with it.
+        remedy: what the user can do.
+        others: remedies for messages that contain certain words, by these words.
+    """
     try:
         yield
     except UserError:
@@ -218,23 +206,39 @@ def reading(what: str, remedy: str, others: Mapping[str, str] = MappingProxyType
 
 
 def kept_alone(path: str, things: Sequence[str], moved: Sequence[str] = ()) -> list[str]:
-    """Return lines about what other formats have no place for. moved: what results of a region keep too."""
+    """Return remarks on metadata that only results of the input's own format keep.
+
+    Args:
+        path: the input.
+        things: names of metadata that only whole results keep, not results of a region.
+        moved: names of metadata that results of a region keep too.
+    """
     lines = (("whole results", things), ("results", moved))
     return [f"{path}: {which} of its own format alone keep {', '.join(said)}" for which, said in lines if said]
 
 
 def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], value: Any) -> list[str]:
-    """A line about chunks of an array that are not stored. there: how many are."""
+    """Return a remark if chunks of an array are not stored, else [].
+
+    Args:
+        there: number of chunks that are stored.
+        shape: the array's.
+        chunks: the shape of a chunk.
+        value: the fill value, which missing chunks are read as.
+    """
     count = math.prod(-(-side // chunk) for side, chunk in zip(shape, chunks, strict=True))
     told = f"{path}: {count - there} of {count} chunks are not stored and are read as {value}"
     return [told] if there < count else []
 
 
 def by_slabs(read: Callable[[int, int], np.ndarray], shape: Triple, itemsize: int, depth: int) -> Reader:
-    """Keeps the slices that were decoded together with the last one read: chunks may hold many slices each.
+    """Return a reader of slices that keeps the slices decoded together with the last one, as a chunk may hold many.
 
-    read: gives the slices from a number to before another, [n, Y, X]. depth: slices in a chunk; where so many are
-    larger than KEPT_BYTES, slices are read one by one.
+    Args:
+        read: gives the slices from one number to before another, [n, Y, X].
+        shape: [N, Y, X] of the volume.
+        itemsize: bytes of a voxel.
+        depth: slices in a chunk. If these exceed KEPT_BYTES, slices are read one by one.
     """
     depth = depth if depth * shape[1] * shape[2] * itemsize <= KEPT_BYTES else 1
 
@@ -246,7 +250,10 @@ def by_slabs(read: Callable[[int, int], np.ndarray], shape: Triple, itemsize: in
 
 
 def plain(value: Any) -> Any:
-    """As data that JSON takes: NumPy's values become Python's; NaN, infinities and what has no such form are text."""
+    """Return a value as data that JSON can hold.
+
+    NumPy's values become Python's. NaN, infinities and values without such a form become text, and so do long lists.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, np.ndarray) and value.size > MOST_VALUES:
@@ -264,18 +271,18 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | bool | int | float | None) else str(value)
 
 
-# Called with the numbers of slices and what is read: gives the same numbers, and may show how far it is.
+# A function of the numbers of slices and a title. It returns an iterable of the numbers, and may show the progress.
 Progress = Callable[[range, str], Iterable[int]]
 
 
 def unwatched(numbers: range, what: str) -> Iterable[int]:
-    """The progress of what nobody watches."""
+    """Return the numbers. This is the `Progress` that shows nothing."""
     return numbers
 
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[list[str]]:
-    """Keep Pillow's and tifffile's own messages off the user's terminal; gives the list of what tifffile logged."""
+    """Keep the messages of Pillow and tifffile off the user's terminal. Yield the list of what tifffile logs."""
     texts: list[str] = []
 
     def kept(record: logging.LogRecord) -> bool:
@@ -293,12 +300,12 @@ def quiet_libraries() -> Iterator[list[str]]:
 
 
 def one_line(error: BaseException) -> str:
-    """A library's message on one line, never empty."""
+    """Return a library's message on one line, never empty."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def check_file(file: str) -> None:
-    """Raises UserError for what is no regular file: opening a named pipe or a device may never return."""
+    """Raise UserError unless a path is a regular file. Opening a named pipe or a device may never return."""
     try:
         kind = irregular(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -317,9 +324,13 @@ def check_file(file: str) -> None:
 
 
 def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int = WORKING_BYTES) -> None:
-    """Raises UserError where so many voxels fit in no memory of this machine: a header can claim any number of them.
+    """Raise UserError if an array exceeds this machine's memory. A damaged header can claim any number of voxels.
 
-    itemsize: bytes of a voxel as it is stored; working: bytes of a voxel that work on it takes besides.
+    Args:
+        path: the file, for the error.
+        shape: the array's.
+        itemsize: bytes of a stored voxel.
+        working: further bytes for each voxel while it is processed.
     """
     needed = math.prod(shape) * (itemsize + working)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -332,7 +343,8 @@ def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int 
 
 
 def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
-    """[Y, X] or [N, Y, X] as [N, Y, X]; anything else is a UserError, and so are slices that no memory here holds."""
+    """Return the shape [Y, X] or [N, Y, X] as [N, Y, X]. Raise UserError for others, and for slices that exceed
+    memory."""
     if len(shape) not in (2, 3):
         raise UserError(
             f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "
@@ -343,7 +355,7 @@ def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
 
 
 def stack_of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> Stack:
-    """Return an array as a volume. voxels: [Y, X] or [N, Y, X], mapped to memory perhaps."""
+    """Return an array as a volume. `voxels` is [Y, X] or [N, Y, X] and may be mapped to memory."""
     shape = as_volume_shape(voxels.shape, file, voxels.dtype.itemsize)
 
     def read(index: int) -> np.ndarray:
@@ -353,12 +365,12 @@ def stack_of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> Stack:
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
-    """`(3, 640, 480)` as `3 x 640 x 480`."""
+    """Return `3 x 640 x 480` for `(3, 640, 480)`."""
     return " x ".join(str(side) for side in shape) if shape else "(a single value)"
 
 
 def listed(found: Sequence[str], what: str) -> str:
-    """What a file holds, for an error. what: it might hold."""
+    """Return a phrase that lists what a file holds, for an error; for an empty list, that it holds no `what`."""
     if not found:
         return f"it holds no {what}"
     more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
@@ -366,7 +378,7 @@ def listed(found: Sequence[str], what: str) -> str:
 
 
 def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
-    """The one grey image of several equal channels [Y, X]; UserError when the channels differ."""
+    """Return the one grey image [Y, X] of equal channels. Raise UserError if they differ or are transparent."""
     channels = image_YXC.shape[-1]
     colours = image_YXC[..., : {2: 1, 4: 3}.get(channels, channels)]
     if (colours != colours[..., :1]).any():
@@ -384,14 +396,13 @@ _RANGE = re.compile(r"^\s*(\d{0,9})\s*:\s*(\d{0,9})\s*$")
 
 @dataclass(frozen=True)
 class Part:
-    """A part of every input, as the user wrote it. slices: `100:200`; roi: `y0:y1,x0:x1`. Ends are not included, and
-    may be left away; "" is all."""
+    """The part of every input that the user chose. Ends are exclusive and may be omitted."""
 
-    slices: str = ""
-    roi: str = ""
+    slices: str = ""  # such as `100:200`; "" for all
+    roi: str = ""  # rows and columns as `y0:y1,x0:x1`; "" for all
 
     def of(self, volume: Stack) -> Stack:
-        """That part of a volume. Raises UserError for words that name none, and for a part outside it."""
+        """Return this part of a volume. Raise UserError for malformed words and for a part outside the volume."""
         if not self.slices and not self.roi:
             return volume
         rows, comma, columns = (self.roi or ":,:").partition(",")
@@ -404,6 +415,7 @@ class Part:
 
 
 def _ends(option: str, word: str, side: int, volume: Stack) -> tuple[int, int]:
+    """Return the start and the end of a range that the user wrote, such as `100:200`, for an axis of length `side`."""
     match = _RANGE.match(word)
     if match is None:
         form = "100:200" if option == "slices" else "y0:y1,x0:x1"
@@ -418,8 +430,11 @@ def _ends(option: str, word: str, side: int, volume: Stack) -> tuple[int, int]:
 
 
 def matched(volume: Stack, of: Stack) -> Stack:
-    """What of a mask or a truth belongs to a region: of one with the shape of the whole volume that part, of any other
-    all. of: the input, or a region of it."""
+    """Return the part of a mask or a truth that belongs to an input.
+
+    Only if the input `of` is a region, and `volume` has the shape of its whole volume or of a slice of that, it is the
+    same region. Otherwise `volume` is returned unchanged.
+    """
     region, whole = of.region, of.whole
     if region is None or whole is None or volume.shape[1:] != whole[1:]:
         return volume
@@ -429,7 +444,7 @@ def matched(volume: Stack, of: Stack) -> Stack:
 
 
 def compare_voxel_sizes(volume: Stack, of: Stack) -> list[str]:
-    """Return a line if two files tell sides of a voxel along rows and columns that differ by more than a hundredth."""
+    """Return a remark if two files' voxel sizes along rows and columns differ by more than a hundredth, else []."""
     both = [(one.metadata.voxel_size, one.metadata.unit) for one in (volume, of)]
     sides = [[1e6 * LENGTHS[unit][1] * side for side in size[1:]] for size, unit in both if size and unit in LENGTHS]
     if len(sides) < 2 or all(math.isclose(one, other, rel_tol=0.01) for one, other in zip(*sides, strict=True)):
@@ -442,7 +457,7 @@ _UNITS = """meter m 1, yottameter Ym 1e24, zettameter Zm 1e21, exameter Em 1e18,
 gigameter Gm 1e9, megameter Mm 1e6, kilometer km 1e3, hectometer hm 1e2, decimeter dm 1e-1, centimeter cm 1e-2,
 millimeter mm 1e-3, micrometer µm 1e-6, nanometer nm 1e-9, picometer pm 1e-12, femtometer fm 1e-15, attometer am 1e-18,
 zeptometer zm 1e-21, yoctometer ym 1e-24, angstrom Å 1e-10, inch in 0.0254, foot ft 0.3048, yard yd 0.9144"""
-# By the names of NGFF: the symbol, as OME-XML has it, and the length in meters.
+# The symbol in OME-XML and the length in meters of each unit, by its name in NGFF.
 LENGTHS = {name: (sign, float(size)) for name, sign, size in map(str.split, _UNITS.split(","))}
 _SPELLINGS = {
     **{spelling: name for name, (symbol, _) in LENGTHS.items() for spelling in (name, symbol)},
@@ -454,21 +469,28 @@ Sides = tuple[tuple[float, float, float] | None, str, list[str]]
 
 
 def unit_name(text: str) -> str:
-    """A unit as UDUNITS spells it ("micrometer" of "µm", "um", "microns"); one that is not known stays as it is."""
+    """Return a unit as UDUNITS spells it ("micrometer" for "µm", "um", "microns"); an unknown one unchanged."""
     word = text.strip()
     spellings = (word, word.lower(), word.lower().removesuffix("."), word.lower().removesuffix("s"))
     return next((_SPELLINGS[one] for one in spellings if one in _SPELLINGS), word)
 
 
 def unit_symbol(name: str) -> str:
-    """As OME-XML has it, of a unit that UDUNITS spells so; a unit that is not known stays as it is."""
+    """Return the symbol of a unit in OME-XML for its name in UDUNITS. An unknown unit is returned unchanged."""
     return LENGTHS[name][0] if name in LENGTHS else name
 
 
 def one_unit(sides: Any, units: Sequence[Any]) -> Sides:
-    """The sides of a voxel along slices, rows and columns, each in a unit of its own, in the unit of the columns; "" is
-    none. Where a side is no number above 0, or infinite, or has a unit that is not in LENGTHS: no sides, no unit, and
-    what was given, in words. None of all this where no sides are given."""
+    """Return a voxel's sides along slices, rows and columns in one unit, the name of that unit, and a list for remarks.
+
+    The unit is that of the columns. If no sides are given, the sides are None and the unit is "". They are so too if a
+    side is not a positive finite number or has an unknown unit. Only then the list has an entry, which says what was
+    given.
+
+    Args:
+        sides: the three sides; None or empty if unknown.
+        units: the unit of each side; "" for none.
+    """
     if not sides:
         return None, "", []
     names = [unit_name(str(unit)) for unit in units]

@@ -42,18 +42,16 @@ class FileNames:
 
 @dataclass(frozen=True)
 class Task:
-    """One stack under one mask. scale: known intensities; truth: None where it is unknown; format: of the
-    results, a word of `cocodiff_eval.data.formats.FORMATS`; volume: how it is restored, unless it is slice by slice
-    along z alone; steps: of denoising."""
+    """A stack that is restored under one mask."""
 
     stack: Stack
     mask: Mask
-    scale: IntensityRange
-    truth: Stack | None
+    scale: IntensityRange  # range of the known intensities
+    truth: Stack | None  # the original; None if it is unknown
     files: FileNames
-    format: str = "tiff"
-    volume: Volume | None = None
-    steps: int = 0
+    format: str = "tiff"  # format of the results, a key of `cocodiff_eval.data.formats.FORMATS`
+    volume: Volume | None = None  # restoration along several axes; None: slice by slice along z
+    steps: int = 0  # number of denoising steps
 
     @property
     def left(self) -> list[int]:

@@ -100,26 +100,19 @@ class Volume:
 
 @dataclass(frozen=True)
 class HiddenRegionReport:
-    """What the test has shown of a volume. Without a test weights alone.
+    """The findings of the test on hidden regions of a volume. Without a test it has weights alone."""
 
-    weights: of what is written in its mean: the axes, unless the model is left out, and methods without a model
-    regions, voxels: that methods without a model were judged by
-    psnr_db: of each method there, from the best to the worst. The model's is that of its own round in proportion to
-        the mean of methods without a model, whose error at the same voxels is known.
-    intervals: of what is written
-    lead: of what is written over the best method without a model
-    cut: see `Hidden`
-    of: what was tested
-    """
-
+    # weight of each part of the mean that is written: axes, unless the model is left out, and methods without a model
     weights: Mapping[str, float]
-    regions: int = 0
-    voxels: int = 0
+    regions: int = 0  # number of regions that judged the methods without a model
+    voxels: int = 0  # number of voxels in them
+    # PSNR of each method on these voxels in dB, from the best to the worst. The model's is that of its own rounds, in
+    # proportion to the mean of methods without a model, whose error at the same voxels is known.
     psnr_db: Mapping[str, float] | None = None
-    intervals: Intervals | None = None
-    lead: Lead | None = None
-    cut: bool = False
-    of: str = "volume"
+    intervals: Intervals | None = None  # intervals around what is written
+    lead: Lead | None = None  # lead of what is written over the best method without a model
+    cut: bool = False  # see `Hidden`
+    of: str = "volume"  # kind of input that was tested
 
     @property
     def axes(self) -> dict[str, float]:
@@ -257,11 +250,20 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
 
 
 class HiddenRound:
-    """What was restored in one round at P hidden voxels.
+    """The restorations of one round at P hidden voxels.
 
-    points_P3: their places; truth_P: normalised; deep_P: how far each is from a known one, as of `depth`
-    own: of the model along each axis, in each sample, float64 [S, P]; others: of methods without a model [P]; NaN where
-        nothing was restored
+    Attributes
+    ----------
+    points_P3
+        indices of the voxels
+    truth_P
+        their normalised values
+    deep_P
+        distance of each to a known voxel, as `depth` gives it
+    own
+        results of the model along each axis, in each sample, float64 [S, P]; NaN if it restored nothing
+    others
+        results of methods without a model, [P]; NaN if they restored nothing
     """
 
     def __init__(self, hidden: Hidden, volume: Volume, task: Any, samples: int) -> None:
@@ -302,20 +304,16 @@ class HiddenRound:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What all rounds show at the P voxels that the methods without a model have restored.
+    """The results of all rounds at the P voxels that the methods without a model have restored."""
 
-    truth_P: normalised; deep_P: as of `depth`; region_P, block_P: numbers
-    own: samples of the model along each axis, float64 [S, P]; NaN where it restored nothing, and where slices along all
-        axes do not meet, if they do anywhere
-    others: errors of methods without a model, [P]
-    """
-
-    truth_P: np.ndarray
-    deep_P: np.ndarray
-    region_P: np.ndarray
-    block_P: np.ndarray
+    truth_P: np.ndarray  # normalised values
+    deep_P: np.ndarray  # distance to a known voxel, as `depth` gives it
+    region_P: np.ndarray  # number of the hidden region
+    block_P: np.ndarray  # number of the block of it
+    # samples of the model along each axis, float64 [S, P]; NaN if it restored nothing, and where slices along all axes
+    # do not meet, if they meet anywhere
     own: Mapping[str, np.ndarray]
-    others: Mapping[str, np.ndarray]
+    others: Mapping[str, np.ndarray]  # errors of methods without a model, [P]
 
     @classmethod
     def of(cls, rounds: Sequence[HiddenRound], volume: Volume) -> Evidence:

@@ -1,1 +1,1 @@
-"""How good a restoration is: metrics, hidden regions, and several restorations as one."""
+"""The quality of restorations: metrics, tests on hidden regions, and the fusion of several restorations."""

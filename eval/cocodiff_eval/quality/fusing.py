@@ -1,8 +1,8 @@
-"""Several restorations of the same voxels, taken together: which, with which weights, their mean and spread, and how
-far they may be off.
+"""The fusion of several restorations of the same voxels: weights, mean, spread, and intervals for the error.
 
-All is learnt from voxels whose truth is known (`hidden.py`): weights from the errors of the better members and how much
-they have in common, intervals by split conformal prediction, and which of two is better by a jackknife over regions.
+All is learnt from voxels whose truth is known (`hidden.py`). Weights follow from the errors of the better members and
+from what these errors have in common. Intervals are calibrated by split conformal prediction. A jackknife over regions
+says which of two restorations is better.
 """
 
 from __future__ import annotations
@@ -15,23 +15,28 @@ import numpy as np
 
 from cocodiff_eval.data.intensity import IntensityRange
 
-FOLDS = 8  # groups of blocks, each judged with weights that the others give
-RIDGE, ONE = 1e-6, 1e3  # of the mean squared error, for equal members; and how firmly weights are 1 together
-FLOORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # in root mean square errors, tried for the best intervals
-SHARES = (0.5, 0.9)
-FEWEST_HIDDEN = 200  # voxels that intervals are calibrated by
-LEAD_SHARE, FEWEST = 0.95, 3  # of the ranges of leads, and the regions that it takes to know one
+FOLDS = 8  # groups of blocks, each judged with weights that are learnt from the others
+# The ridge for members that are equal, as a share of the mean squared error; and the weight of the condition that all
+# weights sum to 1.
+RIDGE, ONE = 1e-6, 1e3
+FLOORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # candidates for the intervals' floor, in root mean square errors
+SHARES = (0.5, 0.9)  # nominal shares of the intervals
+FEWEST_HIDDEN = 200  # least number of voxels that intervals are calibrated with
+LEAD_SHARE, FEWEST = 0.95, 3  # nominal share of a lead's range, and the least number of regions for a range
 
 
 def fuse(
     values_SP: np.ndarray, weights_SP: np.ndarray, drawn_SP: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The weighted mean of samples of voxels, and their weighted standard deviation about it; float64 [P] each.
+    """Return the weighted mean of samples of voxels and their weighted standard deviation about it; float64 [P] each.
 
-    values_SP: float, S samples of P voxels; weights_SP: not negative, zero where a sample says nothing of a voxel, of
-    any sum above zero; drawn_SP: weights of the deviation, as of the samples that are drawn at random, where they are
-    others. With equal weights the deviation is the usual one, with S - 1; where one sample alone has a weight it is 0.
-    A voxel without any weight becomes NaN.
+    With equal weights the deviation is the usual one, with S - 1. Where only one sample has a weight it is 0. A voxel
+    without any weight becomes NaN.
+
+    Args:
+        values_SP: S samples of P voxels, floats.
+        weights_SP: weights of the mean, not negative, of any positive sum. A sample without a value has weight 0.
+        drawn_SP: weights of the deviation, if they differ: those of the samples that are random. None for `weights_SP`.
     """
     drawn_SP = weights_SP if drawn_SP is None else drawn_SP
     values_SP = np.where((weights_SP > 0) | (drawn_SP > 0), values_SP, 0.0).astype(np.float64)
@@ -42,7 +47,13 @@ def fuse(
 
 
 def spread_about(mean_P: np.ndarray, values_SP: np.ndarray, shares_SP: np.ndarray) -> np.ndarray:
-    """The standard deviation of samples about any mean, float64 [P]. shares_SP: their weights, 1 together."""
+    """Return the standard deviation of samples about any mean, float64 [P].
+
+    Args:
+        mean_P: the mean.
+        values_SP: S samples of P voxels.
+        shares_SP: the samples' weights, which sum to 1 for each voxel.
+    """
     squares_P = (shares_SP * np.square(values_SP - mean_P)).sum(axis=0)
     unseen_P = 1.0 - np.square(shares_SP).sum(axis=0)
     alone_P = unseen_P < 1e-9
@@ -50,9 +61,11 @@ def spread_about(mean_P: np.ndarray, values_SP: np.ndarray, shares_SP: np.ndarra
 
 
 def products_in_blocks(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sums of products of members' errors in each block [B, A, A], and the voxels of each [B].
+    """Return the sums of products of members' errors in each block, [B, A, A], and the number of voxels of each, [B].
 
-    errors_AP: of A members at P voxels. block_P: the number of each voxel's block, 0 to B - 1.
+    Args:
+        errors_AP: the errors of A members at P voxels.
+        block_P: the number of each voxel's block, 0 to B - 1.
     """
     counts_B = np.bincount(block_P).astype(np.float64)
     sums = [[np.bincount(block_P, one_P * other_P) for other_P in errors_AP] for one_P in errors_AP]
@@ -62,7 +75,8 @@ def products_in_blocks(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.n
 def near_best(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
     """Return which members' mean squared error is within one standard error of the least, boolean [A].
 
-    The standard error is that of the difference from the best member, over blocks.
+    The standard error is that of the difference from the best member, over blocks. The arguments are as
+    `products_in_blocks` returns them.
     """
     squares_BA = np.einsum("baa->ba", products_BAA)
     apart_BA = squares_BA - squares_BA[:, [int(squares_BA.sum(axis=0).argmin())]]
@@ -73,8 +87,11 @@ def near_best(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
 
 
 def learn_weights(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
-    """Return the weights [A], none negative and 1 together, with which the mean of the members errs least in all
-    blocks, among those that are `near_best`; the others have none."""
+    """Return the weights [A] with which the mean of the members has the least squared error over all blocks.
+
+    Weights are not negative and sum to 1. Only members that are `near_best` have a weight above 0. The arguments are as
+    `products_in_blocks` returns them.
+    """
     from scipy.optimize import nnls
 
     kept = np.flatnonzero(near_best(products_BAA, counts_B))
@@ -87,10 +104,14 @@ def learn_weights(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
 
 
 def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return weights of A members [A], and those that each of P voxels is judged with [A, P]: learnt in other blocks.
+    """Return the weights [A] of A members, and the weights [A, P] that each of P voxels is judged with.
 
-    Where the mean, judged so, errs more than its best member, that member has all the weight. errors_AP: at voxels
-    whose truth is known. block_P: any number for each voxel's block.
+    The latter are learnt from other blocks than the voxel's own. If the mean that is judged so has a larger error than
+    its best member, that member has all the weight.
+
+    Args:
+        errors_AP: the members' errors at voxels whose truth is known.
+        block_P: any number for each voxel's block.
     """
     _, block_P = np.unique(block_P, return_inverse=True)
     products_BAA, counts_B = products_in_blocks(errors_AP, block_P)
@@ -108,7 +129,12 @@ def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarr
 
 
 def samples_along(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Return how many samples each axis gets, at least one: as evenly as goes, more to those of larger weight."""
+    """Return the number of samples for each axis: as equal as possible, and one more for axes of larger weight.
+
+    Args:
+        samples: number of all samples, at least one for each axis.
+        weights: weight of each axis.
+    """
     each, more = divmod(samples, max(1, len(weights)))
     order = sorted(weights, key=lambda axis: -weights[axis])
     return {axis: each + (order.index(axis) < more) for axis in weights}
@@ -116,29 +142,37 @@ def samples_along(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals around restored voxels that hold their truth with a given probability: mean - r to mean + r, with
-    r = factor (spread + floor) in the units of the errors; spread counts where `by_spread`. factors: for each of
-    SHARES. floor: of voxels that touch known ones, until `at` gives that of each."""
+    """The intervals around restored voxels that hold their truth with a given probability.
 
-    floor: float | np.ndarray
-    factors: tuple[float, float]
-    by_spread: bool = True
+    They reach from mean - r to mean + r, where r = factor (spread + floor) in the units of the errors.
+    """
+
+    floor: float | np.ndarray  # of voxels that touch known ones; after `at`, of each voxel
+    factors: tuple[float, float]  # for each of SHARES; infinite if nothing is known
+    by_spread: bool = True  # False to leave the spread out of r
 
     def radius(self, spread: np.ndarray, share: float) -> np.ndarray:
+        """Return r, half the width of the intervals, for one of SHARES."""
         return self.factors[SHARES.index(share)] * ((spread if self.by_spread else np.zeros_like(spread)) + self.floor)
 
     def at(self, depth: np.ndarray) -> Intervals:
-        """For voxels that are so far from known ones: the floor grows with the square root of it, for squared errors
-        were found to grow in proportion to the distance. So regions that are cut tell of a mask that is deeper."""
+        """Return the intervals for voxels at some distances from known ones.
+
+        The floor grows with the square root of the distance, since squared errors were found to grow in proportion to
+        it. So small hidden regions predict the errors of a deeper mask.
+
+        Args:
+            depth: distance of each voxel from the nearest known one, in voxels.
+        """
         return replace(self, floor=self.floor * np.sqrt(np.maximum(depth, 1.0)))
 
     @classmethod
     def unknown(cls) -> Intervals:
-        """Where nothing is known: without ends."""
+        """Return intervals without ends, for voxels whose errors are unknown."""
         return cls(1.0, (math.inf, math.inf), False)
 
     def record(self) -> dict[str, float] | None:
-        """For metrics.json; None where nothing is known."""
+        """Return the intervals for metrics.json: `floor`, `factor_50` and `factor_90`; None if nothing is known."""
         low, high = self.factors
         if not math.isfinite(high):
             return None
@@ -146,11 +180,19 @@ class Intervals:
 
     @classmethod
     def calibrated(cls, errors_P: np.ndarray, spread_P: np.ndarray, depth_P: np.ndarray) -> Intervals:
-        """Calibrate by split conformal prediction (Papadopoulos et al. 2002; Lei et al. 2018): factors are the
-        quantiles of |error| / (spread + floor) of P voxels whose truth is known, so that of voxels like these the share
-        lies inside. Fewer than FEWEST_HIDDEN leave the intervals unknown. The floor is the one of FLOORS whose
-        intervals of 90 % have the least interval score, the width and 2 / .1 times by how much they miss (Gneiting and
-        Raftery 2007). depth_P: as of `at`."""
+        """Calibrate intervals by split conformal prediction (Papadopoulos et al. 2002; Lei et al. 2018).
+
+        The factors are quantiles of |error| / (spread + floor) over P voxels whose truth is known. Of voxels like these
+        the nominal share then lies inside. With fewer than FEWEST_HIDDEN voxels the intervals are unknown.
+
+        Each of FLOORS is tried as the floor. The one whose 90 % intervals have the least interval score is taken: their
+        width plus 2 / .1 times the distance by which they miss (Gneiting and Raftery 2007).
+
+        Args:
+            errors_P: the errors.
+            spread_P: the samples' standard deviations; all 0 to leave the spread out.
+            depth_P: distances as of `at`.
+        """
         if errors_P.size < FEWEST_HIDDEN:
             return cls.unknown()
         errors_P, scale = np.abs(errors_P), max(math.sqrt(float(np.square(errors_P).mean())), 1e-9)
@@ -167,28 +209,33 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Lead:
-    """By how much one restoration is better than another, in dB of their mean squared errors.
+    """The lead of one restoration over another: the ratio of their mean squared errors in dB."""
 
-    db: of all voxels of the regions together; low, high: what is to be expected, at 95 %, of a mask of a few parts that
-    are like the regions, infinite where these are too few; wins: regions, of `of`, in which the first errs less
-    """
-
-    db: float
-    low: float
-    high: float
-    wins: int
-    of: int
+    db: float  # over all voxels of the hidden regions together; above 0 if the first is better
+    low: float  # lower end of what a mask of a few parts like the regions is expected to show, at 95 %; may be infinite
+    high: float  # upper end of the same
+    wins: int  # number of regions in which the first has the smaller error
+    of: int  # number of all regions
 
     @property
     def is_clear(self) -> bool:
-        """Whether one of the two is to be expected ahead."""
+        """True if one of the two is expected to be ahead, as 0 is outside the range."""
         return self.low > 0 or self.high < 0
 
     @classmethod
     def found(cls, own_P: np.ndarray, other_P: np.ndarray, region_P: np.ndarray, parts: int) -> Lead:
-        """From the errors of both [P] and the number of the region of each voxel. The lead's variance among samples of
-        R regions is that of the jackknife (Tukey 1958) with one region left out, so that of a mask of M parts differs
-        by (1 + R / M) times as much; Student's t with R - 1 degrees of freedom."""
+        """Return the lead of one restoration over another.
+
+        The variance of the lead over samples of R regions is that of the jackknife with one region left out (Tukey
+        1958). The lead under a mask of M parts varies (1 + R / M) times as much. The range follows from Student's t
+        with R - 1 degrees of freedom. It is infinite for fewer than FEWEST regions.
+
+        Args:
+            own_P: errors of the first restoration.
+            other_P: errors of the second.
+            region_P: number of each voxel's region.
+            parts: M, the number of the mask's parts.
+        """
         from scipy.stats import t as student
 
         _, of_region_P = np.unique(region_P, return_inverse=True)
@@ -204,8 +251,10 @@ class Lead:
 
 
 def quantile(scores_P: np.ndarray, share: float) -> float:
-    """The smallest score such that one more, exchangeable with the P given, is no larger with at least this
-    probability; the largest where P are too few for that."""
+    """Return the smallest score that a further, exchangeable one exceeds with at most the probability 1 - `share`.
+
+    If P scores are too few for that, return the largest.
+    """
     rank = min(len(scores_P), math.ceil((len(scores_P) + 1) * share))
     return float(np.partition(scores_P, rank - 1)[rank - 1])
 
@@ -215,28 +264,24 @@ COVERAGES = {"coverage_50": 0.5, "coverage_90": 0.9}  # names in `metrics.json`,
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and spread of `count` images, without keeping them (Welford 1962; merged as by Chan, Golub, LeVeque 1979).
+    """The mean and spread of images that are not kept (Welford 1962; merged as by Chan, Golub, LeVeque 1979)."""
 
-    mean_YX     float64 [Y, X]
-    squares_YX  sum of squared deviations from the mean, float64 [Y, X]; exactly 0 where all images are equal
-    """
-
-    count: int
-    mean_YX: np.ndarray
-    squares_YX: np.ndarray
+    count: int  # number of images
+    mean_YX: np.ndarray  # float64 [Y, X]
+    squares_YX: np.ndarray  # sum of squared deviations from the mean, float64 [Y, X]; exactly 0 if all images are equal
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> Moments:
-        """Those of no image: what is merged with them stays as it is."""
+        """Return the moments of no image. Merging with them changes nothing."""
         return cls(0, np.zeros(shape), np.zeros(shape))
 
     @classmethod
     def of(cls, image_YX: np.ndarray) -> Moments:
-        """Those of one image, of any real dtype."""
+        """Return the moments of one image, of any real dtype."""
         return cls(1, image_YX.astype(np.float64), np.zeros(image_YX.shape))
 
     def merged(self, other: Moments) -> Moments:
-        """Those of the images of both. The order changes the last bits: callers keep to one."""
+        """Return the moments of both sets of images. The order changes the last bits, so callers keep to one order."""
         count = self.count + other.count
         apart_YX = other.mean_YX - self.mean_YX
         squares_YX = self.squares_YX + other.squares_YX + np.square(apart_YX) * (self.count * other.count / count)
@@ -244,12 +289,12 @@ class Moments:
 
     @property
     def deviation_YX(self) -> np.ndarray:
-        """The standard deviation of a sample, with count - 1; float64 [Y, X], 0 for one image."""
+        """The sample standard deviation, with count - 1; float64 [Y, X], 0 for one image."""
         return np.sqrt(self.squares_YX / max(1, self.count - 1))
 
 
 def spread_native(deviation01_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
-    """A standard deviation of normalised images in the input's units: float32 [Y, X], 0 outside the mask."""
+    """Return a standard deviation of normalised images in the input's units: float32 [Y, X], 0 outside the mask."""
     native_YX = np.where(mask_YX, deviation01_YX, 0.0) * (scale.high - scale.low)
     return np.minimum(native_YX, np.finfo(np.float32).max).astype(np.float32)
 
@@ -261,18 +306,25 @@ def coverage(
     scale: IntensityRange,
     intervals: Intervals | None = None,
 ) -> dict[str, float | None]:
-    """`coverage_50` and `coverage_90`: how much of the truth lies in the intervals that N samples predict.
+    """Return the shares of the truth, `coverage_50` and `coverage_90`, that lie in the intervals that N samples
+    predict.
 
-    With mean m and standard deviation s (with N - 1) of a voxel's samples, the interval of nominal share p is
-    m - t s sqrt(1 + 1/N) to m + t s sqrt(1 + 1/N), ends included, where t is the quantile (1 + p) / 2 of Student's t
-    with N - 1 degrees of freedom: the interval in which one further draw from the samples' own normal distribution lies
-    with probability p. The coverage is the share of masked voxels with a finite truth whose truth is inside. Where the
-    truth is distributed as the samples are, it is .5 and .9 on average; below that the samples are too much alike,
-    above it they differ by more than they err.
+    The interval of nominal share p is m - t s sqrt(1 + 1/N) to m + t s sqrt(1 + 1/N), ends included. Here m is the mean
+    of a voxel's samples, and s their standard deviation with N - 1. The factor t is the quantile (1 + p) / 2 of
+    Student's t with N - 1 degrees of freedom. A further sample from the samples' own normal distribution lies inside
+    with probability p.
 
-    moments01: of normalised images, before rounding to the input's dtype. truth_YX: in the input's units. None each
-    without a truth, and for a single sample. intervals: calibrated ones, which are judged in place of Student's, of a
-    single sample as well.
+    The coverage is the share of masked voxels with a finite truth whose truth is inside. If the truth is distributed as
+    the samples are, it is .5 and .9 on average. A smaller coverage means that the samples are too similar, a larger one
+    that they differ by more than their error. Both are None without a truth, and for a single sample without calibrated
+    intervals.
+
+    Args:
+        moments01: moments of the normalised samples, before rounding to the input's dtype.
+        truth_YX: the truth in the input's units; None if unknown.
+        mask_YX: True for restored voxels.
+        scale: the range that normalises the truth.
+        intervals: calibrated intervals, which are judged in place of Student's; also for a single sample.
     """
     count, judged_YX = moments01.count, mask_YX if truth_YX is None else mask_YX & np.isfinite(truth_YX)
     unknown = count < 2 if intervals is None else intervals.record() is None

@@ -1,12 +1,14 @@
-"""Hidden regions: parts of a mask laid once more over voxels whose truth is known, so that a restoration can be judged
-on the user's own volume.
+"""Hidden regions: copies of parts of the mask over voxels whose truth is known, to judge restorations of any volume.
 
-A volume [Z, Y, X] may have any size: regions are chosen on a coarse grid of at most 128 cells a side. A test has four
-rounds, each with regions of its own. In those that slices are restored for by the model, regions stand in a lattice, so
-that few slices along each axis cross many of them. In the others, where methods without a model are judged alone, which
-takes little time, they lie anywhere, and there are as many as hide what the mask does. Places are preferred whose
-surroundings look like those of the mask: in empty space every method is good, and would be thought good within the
-object.
+A volume [Z, Y, X] may have any size, since regions are chosen on a coarse grid of at most 128 cells a side. A test has
+four rounds, each with regions of its own.
+
+In the first rounds slices are restored by the model. Regions stand in a lattice there, so that few slices along each
+axis cross many of them. In the other rounds only methods without a model are judged, which takes little time. Their
+regions lie anywhere, and hide as many voxels as the mask does.
+
+Places are preferred whose surroundings look like those of the mask. In empty space every method is good, and would
+wrongly be taken for good within the object.
 """
 
 from __future__ import annotations
@@ -22,63 +24,71 @@ import numpy as np
 from cocodiff_eval.data.reoriented import AXES
 from cocodiff_eval.data.volume import Reader, Triple
 
-COARSE = 128  # cells of a side
-REGIONS, ENOUGH = 24, 2
+COARSE = 128  # most cells along a side of the grid
+REGIONS, ENOUGH = 24, 2  # most regions in a lattice, and least regions in all lattices, else the mask's parts are cut
 ROUNDS = 4
-LATTICES, WANTED = 2, 12  # rounds with tested slices at most, and regions after which there is no second one
-SCATTERED, VOXELS, SHARE = 400, 4000, 0.15  # regions of another round at most; voxels at least, but of the known cells
-APART = 2  # cells between such regions
-PATIENCE, PLACES = 99, 4  # such regions without a place before there are no more; places that each is tried at
-UNPAID = 96  # slices along an axis that nothing is restored along: more voxels are judged at no cost
-PLACED = 0.5  # of the mask's cells: if larger parts find no place, the small ones stand for less than that
-TRIES = 16
-REPEATED = 0.1  # of the worth of a cell that no earlier round has hidden
-MOST = 0.25  # of the known cells are hidden: more would leave less to restore from than the job has
-SPANNING = 0.9  # of a side: a part of the mask so long has no other place along that axis
-FREE = 0.85  # of a region's cells that have to be known, and not to touch the mask
-WINDOW, RING = 5, 3  # cells: of the mean of levels, and around a region
-LIKENESS, LEAST_ALIKE = 2.0, 0.02  # how fast unlike surroundings count less, and when they do not count at all
+LATTICES, WANTED = 2, 12  # most rounds with a lattice; number of regions that makes a second lattice unnecessary
+# For a round without a lattice: the most regions, the least number of hidden voxels, and the largest share of known
+# cells that are hidden.
+SCATTERED, VOXELS, SHARE = 400, 4000, 0.15
+APART = 2  # least cells between such regions
+PATIENCE, PLACES = 99, 4  # failures to place such a region before no more are tried; places tried for each
+UNPAID = 96  # tested slices along an axis that the model does not restore along, which costs nothing
+PLACED = 0.5  # least share of the mask's cells whose parts find a place; else the parts are cut
+TRIES = 16  # random lattices, of which the best is taken
+REPEATED = 0.1  # worth of a cell that an earlier round has hidden, relative to a new one
+MOST = 0.25  # largest share of known cells that are hidden, so that enough is left to restore from
+SPANNING = 0.9  # share of a side: a part of the mask that is longer stays at its place along that axis
+FREE = 0.85  # least share of a region's cells that are known and do not touch the mask
+WINDOW, RING = 5, 3  # cells: side of the window for level and texture, and width of the surroundings of a region
+LIKENESS, LEAST_ALIKE = 2.0, 0.02  # rate at which likeness falls with distance, and the least one that is accepted
 Box = tuple[Triple, Triple]  # start and shape
 
 
 class Piece(NamedTuple):
-    """A box of the mask that is hidden at another place as well: where it begins there and here, [z, y, x]."""
+    """A box of the mask and another place at which it is hidden as well. All are [z, y, x]."""
 
-    source: Triple
-    target: Triple
-    shape: Triple
+    source: Triple  # where the box begins in the mask
+    target: Triple  # where the hidden region begins
+    shape: Triple  # sides of the box
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Regions that are hidden in a round.
+    """The hidden regions of one round."""
 
-    tested: for each axis the numbers of the slices along it that the model restores, ascending; empty in rounds of
-    methods without a model. cut: whether regions are smaller than the parts of the mask that they are of, which makes
-    the test too kind.
-    """
-
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # the regions
+    # For each axis the numbers of the tested slices along it, ascending; empty in rounds of methods without a model.
+    # The model restores only those along the axes that the job restores slices along.
     tested: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    cut: bool = False
+    cut: bool = False  # True if regions are smaller than the mask's parts, so that errors are underestimated
 
     @cached_property
     def _ends_N2(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first voxel of each piece, and the first beyond it, [N, 3] each."""
+        """The first voxel of each piece and the first one beyond it, [N, 3] each."""
         start_N3, side_N3 = (np.array([one[part] for one in self.pieces]).reshape(-1, 3) for part in (1, 2))
         return start_N3, start_N3 + side_N3
 
     def numbers(self, points_P3: np.ndarray) -> np.ndarray:
-        """Return the number of the region that each voxel is in, int [P]."""
+        """Return the number of the region that each voxel is in, int [P].
+
+        Args:
+            points_P3: indices [z, y, x] of the voxels.
+        """
         found_P = np.zeros(len(points_P3), int)
         for number, (first_3, end_3) in enumerate(zip(*self._ends_N2, strict=True)):
             found_P[((points_P3 >= first_3) & (points_P3 < end_3)).all(axis=1)] = number
         return found_P
 
     def mask(self, axis: str, index: int, read: Reader) -> np.ndarray:
-        """What is hidden besides the mask in slice `index` along an axis, boolean of the slice's shape.
+        """Return what is hidden besides the mask in slice `index` along an axis, boolean of the slice's shape.
 
-        read: a slice of the mask along the same axis. A voxel of the mask itself is never hidden a second time.
+        Voxels of the mask itself are never hidden a second time.
+
+        Args:
+            axis: "z", "y" or "x".
+            index: the slice.
+            read: gives a slice of the mask along the same axis.
         """
         own, first = read(index), AXES.index(axis)
         found = np.zeros_like(own)
@@ -91,23 +101,29 @@ class Hidden:
 
 
 def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices of indices of a box, for its start and its shape."""
     return tuple(slice(at, at + side) for at, side in zip(start, shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A volume on a coarse grid [Z, Y, X]. masked_ZYX: which cells hold masked voxels; level_ZYX, texture_ZYX: mean and
-    standard deviation of the known voxels in 5 x 5 x 5 cells; step: sides of a cell in voxels; shape: of the volume."""
+    """A volume's mask and appearance on a coarse grid [Z, Y, X]."""
 
-    masked_ZYX: np.ndarray
-    level_ZYX: np.ndarray
-    texture_ZYX: np.ndarray
-    step: Triple
-    shape: Triple
+    masked_ZYX: np.ndarray  # True for cells that hold masked voxels
+    level_ZYX: np.ndarray  # mean of the known voxels in the 5 x 5 x 5 cells around each
+    texture_ZYX: np.ndarray  # their standard deviation
+    step: Triple  # sides of a cell in voxels
+    shape: Triple  # [Z, Y, X] of the volume in voxels
 
     @classmethod
     def of(cls, read: Reader, read_mask: Reader, shape: Triple) -> Survey:
-        """Reads the volume once. read, read_mask: a slice along z of the volume, and of the mask."""
+        """Return the survey of a volume, which is read once.
+
+        Args:
+            read: gives a slice of the volume along z.
+            read_mask: gives a slice of the mask along z.
+            shape: [Z, Y, X] of the volume.
+        """
         from scipy import ndimage
 
         step = (-(-shape[0] // COARSE), -(-shape[1] // COARSE), -(-shape[2] // COARSE))
@@ -125,8 +141,14 @@ class Survey:
         return cls(sums[0] > 0, level_ZYX, texture_ZYX, step, shape)
 
     def look(self, start: Sequence[int], hidden_ZYX: np.ndarray) -> np.ndarray:
-        """Of the known cells around a region that hides some cells of its box: mean level, its standard deviation and
-        mean texture, in standard deviations of all known levels; NaN where none is known."""
+        """Return the mean level of the known cells around a region, its standard deviation, and mean texture.
+
+        All are in standard deviations of all known levels; NaN if no cell is known.
+
+        Args:
+            start: where the region's box begins, in cells.
+            hidden_ZYX: the cells that the region hides within its box.
+        """
         shape = hidden_ZYX.shape
         box = tuple(slice(max(0, at - RING), at + side + RING) for at, side in zip(start, shape, strict=True))
         known_ZYX = ~self.masked_ZYX[box]
@@ -136,18 +158,19 @@ class Survey:
         return np.array(found) / self._unit
 
     def likeness(self, wanted: np.ndarray, start: Sequence[int], hidden_ZYX: np.ndarray) -> float:
-        """Return how much the surroundings of a region look as `wanted`, see `look`, 0 to 1."""
+        """Return the similarity, 0 to 1, of the surroundings of a region to `wanted`, as `look` returns it."""
         distance = float(np.abs(wanted - self.look(start, hidden_ZYX)).sum())
         return float(np.exp(-LIKENESS * distance)) if np.isfinite(distance) else 1.0
 
     @cached_property
     def _unit(self) -> float:
+        """The standard deviation of all known levels."""
         known = self.level_ZYX[~self.masked_ZYX]
         return max(float(known.std()), 1e-12) if known.size else 1.0
 
     @cached_property
     def near_ZYX(self) -> np.ndarray:
-        """The cells that are masked or touch one that is."""
+        """The cells that are masked or touch a masked one, boolean."""
         from scipy import ndimage
 
         return np.asarray(ndimage.binary_dilation(self.masked_ZYX))
@@ -156,8 +179,13 @@ class Survey:
 def hide_beside(
     image_YX: np.ndarray, mask_YX: np.ndarray, seed: int, allowed: Callable[[np.ndarray], bool]
 ) -> np.ndarray:
-    """Which known voxels of a slice are hidden besides its mask, boolean [Y, X]: regions as of the first round of
-    `hide`, as many as are `allowed`, which is asked of the mask with them; none where no region finds a place."""
+    """Return known voxels of a slice that are hidden besides its mask, boolean [Y, X]; none if no region finds a place.
+
+    The regions are those of the first round of `hide`. A region is left out if `allowed` refuses the mask with it.
+
+    Args:
+        allowed: returns True if a mask, with the regions so far, may be restored.
+    """
     found_YX = np.zeros_like(mask_YX)
     survey = Survey.of(lambda _: image_YX, lambda _: mask_YX, (1, mask_YX.shape[0], mask_YX.shape[1]))
     for piece in (piece for one in hide(survey, 1, seed, (), rounds=1) for piece in one.pieces):
@@ -169,14 +197,22 @@ def hide_beside(
 def hide(
     survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES, rounds: int = ROUNDS
 ) -> tuple[Hidden, ...]:
-    """Choose the rounds of a test: nothing where nothing can be hidden.
+    """Choose the hidden regions of all rounds of a test; empty if nothing can be hidden.
 
-    Regions are connected parts of the mask, drawn by their size; where those that find a place are fewer than two, or
-    less than half of the mask, all are cut to halves, quarters or eighths of the volume's sides, but never along a side
-    that they span. The first rounds, two where one has fewer than 12 regions, have up to 24 in a lattice: of 16 random
-    ones that which hides most known cells which no earlier round has hidden, each counted by how much the surroundings
-    of its region look like those of the part of the mask that it is. They share `slices` tested slices along each axis
-    of `along`, those that slices are restored along. The others, up to `rounds`, have regions anywhere.
+    Regions are connected parts of the mask, chosen at random by their size. If fewer than two find a place, or parts of
+    less than half of the mask, they are cut. Parts are then at most a half, a quarter or an eighth of the volume's
+    sides. Along a side that they span they are never cut.
+
+    The first rounds have up to 24 regions in a lattice, and there are two such rounds if one has fewer than 12 regions.
+    Of 16 random lattices the one that hides the most known cells is taken. A cell counts more if no earlier round has
+    hidden it. It also counts more if the surroundings of its region look like those of its part of the mask. The other
+    rounds have regions anywhere.
+
+    Args:
+        slices: number of tested slices along each axis of `along`, in all lattices together.
+        seed: of the random choices.
+        along: the axes that slices are restored along.
+        rounds: number of rounds.
     """
     rng = np.random.default_rng(seed % 2**64)  # as torch takes a negative one
     best: list[list[Piece]] = []
@@ -207,7 +243,7 @@ def hide(
 def _rounds(
     survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator, most: int
 ) -> list[list[Piece]]:
-    """Up to so many lattices."""
+    """Return at most `most` lattices, each as a list of regions in cells."""
     new_ZYX, rounds = ~survey.masked_ZYX, []
     for _ in range(most):
         tries = [_lattice(survey, boxes, weights, new_ZYX, rng) for _ in range(TRIES)]
@@ -223,7 +259,12 @@ def _rounds(
 
 
 def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.ndarray]:
-    """The mask's connected parts as boxes in cells, at most so long a side; and of each the share of masked cells."""
+    """Return the mask's connected parts as boxes in cells, and the share of masked cells in each.
+
+    Args:
+        coarse_ZYX: the masked cells.
+        most: longest side along each axis; longer parts are cut.
+    """
     from scipy import ndimage
 
     labels_ZYX, _ = ndimage.label(coarse_ZYX)
@@ -246,7 +287,13 @@ def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.n
 def _lattice(
     survey: Survey, boxes: Sequence[Box], weights: np.ndarray, new_ZYX: np.ndarray, rng: np.random.Generator
 ) -> tuple[float, list[Piece]]:
-    """A random lattice of regions in cells, and what it is worth. new_ZYX: cells that no earlier round has hidden."""
+    """Return the worth of a random lattice, and its regions in cells.
+
+    Args:
+        boxes: the mask's parts.
+        weights: probability of each part.
+        new_ZYX: cells that no earlier round has hidden.
+    """
     masked_ZYX, shape = survey.masked_ZYX, survey.masked_ZYX.shape
     mean_3 = weights @ np.array([sides for _, sides in boxes], dtype=np.float64)
     many_3 = np.clip(np.array(shape) // (1.5 * mean_3), 1, 4).astype(int)
@@ -275,8 +322,11 @@ def _lattice(
 
 
 def _scattered(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator) -> list[Piece]:
-    """Return regions in cells that hide as much as the mask does, or 4,000 voxels, each at the place of four random
-    ones whose surroundings look most like those of the part of the mask that it is."""
+    """Return regions in cells anywhere in the volume, which together hide as much as the mask does.
+
+    They hide at least 4,000 voxels, but at most 15 % of the known cells. Each takes the best of four random places: the
+    one whose surroundings look most like those of its part of the mask.
+    """
     from scipy.ndimage import binary_dilation
 
     masked_ZYX, shape, known = survey.masked_ZYX, survey.masked_ZYX.shape, int((~survey.masked_ZYX).sum())
@@ -305,10 +355,15 @@ def _scattered(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: n
 
 
 def _start(middle: float, own: int, side: int, whole: int) -> int:
-    """Return where a region with this middle begins along an axis; its own place where it has no other.
+    """Return where a region begins along an axis if its middle is to lie at `middle`.
 
-    It is no nearer to the border than the part of the mask that it is of, for beyond the last known voxel any method is
-    worse; where that part touches the border, so does the region.
+    It comes no nearer to the border than its part of the mask does, as beyond the last known voxel any method is worse.
+    If that part touches the border, so does the region. A part that has no other place keeps its own.
+
+    Args:
+        own: where the part of the mask begins.
+        side: the region's length.
+        whole: the axis' length.
     """
     margin, last = min(own, whole - own - side, RING), whole - side
     if side >= SPANNING * whole or last < 2 * margin:
@@ -319,13 +374,13 @@ def _start(middle: float, own: int, side: int, whole: int) -> int:
 
 
 def _apart(start: Sequence[int], sides: Sequence[int], other: Piece) -> bool:
-    """Whether a box has a cell between it and another region's."""
+    """Return True if a box has at least one cell between it and another region's."""
     ends = zip(start, sides, other.target, other.shape, strict=True)
     return any(at >= begin + length + 1 or at + side + 1 <= begin for at, side, begin, length in ends)
 
 
 def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
-    """A region of cells in voxels, within the volume."""
+    """Return a region in voxels for one in cells, cut to the volume."""
     source, target, sides = ([cells * by for cells, by in zip(one, step, strict=True)] for one in piece)
     ends = zip(sides, source, target, shape, strict=True)
     sides = [min(side, whole - begin, whole - at) for side, begin, at, whole in ends]
@@ -333,7 +388,14 @@ def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
 
 
 def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
-    """So many slices along each axis, evenly from a random one on, the same number through each stretch of regions."""
+    """Return the tested slices along each axis, ascending.
+
+    They are evenly spaced from a random one on, and each stretch of slices that regions cover has the same number of
+    them.
+
+    Args:
+        slices: number of slices along each axis.
+    """
     tested = {}
     for number, axis in enumerate(AXES):
         stretches: list[tuple[int, int]] = []

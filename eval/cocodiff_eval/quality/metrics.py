@@ -1,7 +1,7 @@
 """Quality inside the mask, and the rows and summary of `metrics.json`.
 
-Images are compared after normalising with the range outside the mask (`IntensityRange`), so that one intensity unit is
-the input's whole known range, without outliers. Voxels whose truth is NaN or Inf have no truth: they are left out.
+Images are compared after normalising with the range outside the mask (`IntensityRange`). One intensity unit is then the
+input's whole known range, without outliers. Voxels whose truth is NaN or Inf have no truth and are left out.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cocodiff.config.grouping import by_key
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.volume import Progress, unwatched
 
-SCHEMA = 1
-LINKS = ("sibling", "plane", "node", "cross_plane")
+SCHEMA = 1  # version number of metrics.json
+LINKS = ("sibling", "plane", "node", "cross_plane")  # kinds of links that bytes are counted for
 SSIM_WINDOW = 7
 # JSON has no infinity: a restoration equal to the truth is written as 200 dB, one beyond all numbers as -3083 dB.
 _SMALLEST_MSE, _LARGEST_MSE = 1e-20, sys.float_info.max
 
 
 def psnr_db(mse: float) -> float:
-    """Peak signal-to-noise ratio for a peak of 1, in dB; 200 where the error is zero, never infinite or NaN."""
+    """Return the peak signal-to-noise ratio in dB for a peak of 1; 200 for no error, and never infinite or NaN."""
     return -10.0 * math.log10(min(max(_SMALLEST_MSE, mse), _LARGEST_MSE) if mse == mse else _LARGEST_MSE)
 
 
 def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
-    """scikit-image's structural similarity at each voxel: window 7, data range 1. float64 [Y, X]."""
+    """Return scikit-image's structural similarity at each voxel, for window 7 and data range 1. float64 [Y, X]."""
     from skimage.metrics import structural_similarity
 
     _, similarity_YX = structural_similarity(truth01_YX, restored01_YX, win_size=SSIM_WINDOW, data_range=1.0, full=True)
@@ -44,10 +44,16 @@ def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
 def masked_quality(
     scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> dict[str, Any]:
-    """Return `psnr_db`, `ssim` and `mse` over the masked voxels of a slice with a truth; None each if there are none.
-    A range of zero, that of a constant slice, has no unit to compare in: `psnr_db` and `ssim` are None.
+    """Return `psnr_db`, `ssim` and `mse` over the masked voxels of a slice whose truth is known; None each if there are
+    none.
 
-    Images are in the input's units, of any real dtype. truth_YX: None where it is unknown.
+    If the range is zero, as for a constant slice, there is no unit to compare in, and `psnr_db` and `ssim` are None.
+
+    Args:
+        scale: the range that normalises the images.
+        truth_YX: in the input's units, of any real dtype; None if unknown.
+        restored_YX: the same for the restored slice.
+        mask_YX: True for restored voxels.
     """
     if truth_YX is None or not (mask_YX & np.isfinite(truth_YX)).any():
         return dict.fromkeys(QUALITY)
@@ -63,25 +69,27 @@ def masked_quality(
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
 
-RINGS = 32  # of a ring correlation, evenly from no frequency to half a period a voxel
-TAPER = 16.0  # voxels at most in which the mask's weight rises: a step would look like fine structure in both images
-FEWEST = 3  # coefficients of a ring whose correlation says something
-THINNEST = 4.0  # voxels from the edge to the middle of a mask whose window keeps coarse structure out of fine rings
+RINGS = 32  # number of rings of a ring correlation, evenly from frequency 0 to half a period a voxel
+# voxels at most over which the mask's weight rises, as a step would look like fine structure in both images
+TAPER = 16.0
+FEWEST = 3  # least number of coefficients for which a ring's correlation means something
+THINNEST = 4.0  # least depth of a mask, in voxels, whose window keeps coarse structure out of fine rings
 
 
 def ring_correlation(
     scale: IntensityRange, truth: np.ndarray | None, restored: np.ndarray, mask: np.ndarray
 ) -> dict[str, Any]:
-    """Return the Fourier ring correlation of what is under the mask of a slice [Y, X] with its truth, of a volume
-    [Z, Y, X] the shell correlation (van Heel and Schatz, 2005); nothing where not all of the truth is known.
+    """Return the Fourier ring correlation of a slice [Y, X] under the mask with its truth; of a volume the shell
+    correlation.
 
-    Both images are weighed by the mask, with edges as soft as it allows, so that what is known does not count.
-    Coefficients that are independent are as many as the sum of squared weights.
+    Both images are weighted by the mask, with edges as soft as it allows, so that known voxels do not count. The number
+    of independent coefficients is the sum of squared weights (van Heel and Schatz, 2005).
 
     Returns
     -------
-    `frc`: RINGS numbers, None where a ring has no coefficient.
-    `resolution`: the `finest_period`; None, unknown, also of a constant truth, and of masks that are thin everywhere.
+    `frc`: RINGS numbers, None for a ring without a coefficient.
+    `resolution`: the `finest_period`; None if unknown, as for a constant truth and for masks that are thin everywhere.
+    Nothing is returned unless the whole truth is known.
     """
     if truth is None or not mask.any() or not np.isfinite(truth[mask]).all():
         return {}
@@ -96,14 +104,16 @@ def ring_correlation(
         mean = float((window * image01).sum() / window.sum())
         spectra.append(np.fft.fftn(window * (image01 - mean)))
     frequency = reduce(np.hypot, np.meshgrid(*map(np.fft.fftfreq, window.shape), indexing="ij", sparse=True))
-    ring_N = np.minimum((frequency * 2 * RINGS).astype(int), RINGS).ravel()  # the last: corners beyond half a period
+    # Ring number RINGS holds the corners, beyond half a period a voxel.
+    ring_N = np.minimum((frequency * 2 * RINGS).astype(int), RINGS).ravel()
 
     def of_rings(values: np.ndarray) -> np.ndarray:
         return np.bincount(ring_N, values.ravel(), RINGS + 1)[:RINGS]
 
     pairs = (spectra, spectra[:1] * 2, spectra[1:] * 2)
     together, *powers = (of_rings((one * other.conj()).real) for one, other in pairs)
-    independent_R = of_rings(np.ones(window.shape)) * np.square(window).mean() / 2  # each coefficient is there twice
+    # Each coefficient occurs twice, as images are real.
+    independent_R = of_rings(np.ones(window.shape)) * np.square(window).mean() / 2
     with np.errstate(invalid="ignore", divide="ignore"):
         found_R = together / np.sqrt(powers[0] * powers[1])
     told = depth.max() >= THINNEST and np.ptp(truth[mask]) > 0
@@ -112,13 +122,18 @@ def ring_correlation(
 
 
 def finest_period(together_R: np.ndarray, powers_2R: Sequence[np.ndarray], independent_R: np.ndarray) -> float | None:
-    """Return the period in voxels at which the correlation of rings first falls below the curve of half a bit; if it
-    never does, that where the last ring ends, 2 voxels; None if nothing tells it.
+    """Return the period in voxels at which the correlation of rings first falls below the half-bit curve; None if
+    unknown.
 
-    together_R: sums of products of both images' coefficients; powers_2R: of each image's own; independent_R: how many
-    coefficients are independent. A ring with less than FEWEST of these is taken together with the next ones until there
-    are so many, and does not count where there are no more rings. Nothing is told where the coarsest rings, taken
-    together, are more than a quarter of all, or are below the curve: the period may be any from there on.
+    If it never does, the period is that of the last ring's end, 2 voxels. A ring with fewer than FEWEST independent
+    coefficients is taken together with the next ones until there are enough. If the rings end before, they do not
+    count. The period is unknown if the coarsest rings, taken together so, are more than a quarter of all or lie below
+    the curve.
+
+    Args:
+        together_R: sums of products of both images' coefficients.
+        powers_2R: the same of each image with itself.
+        independent_R: number of independent coefficients in each ring.
     """
     start, found = 0, None
     for stop in range(1, RINGS + 1):
@@ -137,7 +152,7 @@ def finest_period(together_R: np.ndarray, powers_2R: Sequence[np.ndarray], indep
 def masked_psnr_db(
     scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """Return `psnr_db` of `masked_quality`, without the similarity, which takes longer."""
+    """Return only `psnr_db` of `masked_quality`, as computing the similarity takes longer."""
     judged_YX = mask_YX & np.isfinite(truth_YX)
     difference = scale.normalise(restored_YX[judged_YX]) - scale.normalise(truth_YX[judged_YX])
     return psnr_db(float(np.square(difference).mean())) if difference.size and scale.high > scale.low else None
@@ -148,11 +163,15 @@ def slice_jumps(
     masked: Sequence[bool],
     progress: Progress = unwatched,
 ) -> dict[str, float | None]:
-    """How far neighbouring slices of a volume differ, over what those of the truth do: the mean |difference| of voxels
-    that are masked in one of two neighbours, by the name of each restoration; below 1 they are smoother than the truth.
+    """Return the mean difference of neighbouring slices over that of the truth, by the name of each restoration.
 
-    read: of a slice its mask and its truth [Y, X], and the same slice restored, by name; masked: which slices have
-    masked voxels: others are read beside such a one alone. Without a pair of finite truths that differ it is None.
+    Voxels that are masked in one of two neighbours count. Below 1 a restoration is smoother across slices than the
+    truth. It is None if no neighbouring slices of the truth are finite and differ.
+
+    Args:
+        read: gives the mask, the truth [Y, X] and the restorations by name of a slice.
+        masked: True for slices with masked voxels. Other slices are read only beside such a slice.
+        progress: shows the progress of reading.
     """
     sums: dict[str, float] = defaultdict(float)
     true, before = 0.0, None
@@ -174,7 +193,7 @@ def slice_jumps(
 def distance_db(
     scale: IntensityRange, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """PSNR in dB in the mask against the exact run, both in the input's units; None if every bit is the same."""
+    """Return the PSNR in dB in the mask against the exact run, in the input's units; None if all bits are equal."""
     exact, restored = exact_YX[mask_YX], restored_YX[mask_YX]
     if not exact.size or (exact.dtype == restored.dtype and exact.tobytes() == restored.tobytes()):
         return None
@@ -182,91 +201,87 @@ def distance_db(
 
 
 def sum_by_name(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of bytes over links, say: of each name that any of them has."""
+    """Return the sums of counts, such as of bytes over links, for every name that any of the mappings has."""
     names = dict.fromkeys(name for count in counts for name in count)
     return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that are there; None if there are none."""
+    """Return the mean of the values that are not None; None if there are none."""
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if present else None
 
 
 def mean_curve(curves: Sequence[Sequence[float | None] | None]) -> list[float | None] | None:
-    """The mean of curves, of those that are there at each of their places; None where there are none."""
+    """Return the mean of curves at each place, of the values that are not None; None if there are no curves."""
     present = [curve for curve in curves if curve is not None]
     return [mean(values) for values in zip(*present, strict=True)] if present else None
 
 
 def _field(of_slices: Callable[[list[Any]], Any], **default: Any) -> Any:
-    """of_slices: makes one value of those of several slices, for a line of the table."""
+    """Return a dataclass field.
+
+    Args:
+        of_slices: makes one value of the values of several slices, for a line of the table.
+        default: the field's default, as `dataclasses.field` takes it.
+    """
     return field(**default, metadata={"of_slices": of_slices})
 
 
 @dataclass(frozen=True)
 class Result:
-    """What is reported of an image in a mode. Its fields are those of a row of `metrics.json`, which the table and the
-    report are made of, and a part of them those of a sweep's line.
+    """The measurements of one image with one preset.
 
-    name, mask, mode    the image, its mask (None for a generated image) and the preset
-    psnr_db, ssim, mse  against the truth under the mask, of several samples those of their mean; None without a truth
-    psnr_vs_exact_db    against the exact run; None where all bits are the same. It says nothing where `exact_compared`
-                        is False: no exact run was made (`--no-exact`, or a slice that is not among those compared)
-    seconds             wall time: replicas work at the same time
-    bytes               over each kind of link; `bytes_whole`: what they would have been with all tokens as they are,
-                        along the same routes; `bytes_late`: those that no call of attention waited for, if any
-    rank_seconds        of all ranks that worked on the image, added up; `replica_seconds`: of each replica that did, by
-                        its number
-    samples             their number, where there are several; `coverage_50` and `coverage_90` are
-                        `fusing.coverage`, `psnr_db_single` is the mean of the samples' own PSNR; `intervals` are those
-                        that hidden regions have calibrated, whose coverage it then is
-    uncertainty         half the width of the 90 % intervals, mean over the masked voxels, in units of the range of
-                        intensities; None where there are none
-    baseline            the biharmonic result of the image and mask: psnr_db, ssim, mse, seconds
-    frc, resolution     `ring_correlation`: of each ring, and the finest period in voxels that is restored; None where
-                        it is unknown
-    drift               of a lossy run, for each step: of V-Major the mean relative change of v and the fraction of
-                        tokens that stayed; of a codec or displacement the fraction of attention calls that were coded
-                        and that of their tensors that were predicted linearly, which tensors were displaced, and of
-                        the bytes of whole tensors the fractions that were sent and that attention waited for, as large
-                        models of 16 bits have them
-    cached_fraction     with a step cache, the fraction of the steps' calls of the model that were cached; `drift` has
-                        it for each step
-    bytes_exact         the bytes of the exact run, beside a drift
+    Its fields are those of a row of `metrics.json`, from which the table and the report are made. A part of them are
+    the fields of a sweep's line.
     """
 
-    name: str
-    mask: str | None
-    mode: str
+    name: str  # of the image
+    mask: str | None  # name of its mask; None for a generated image
+    mode: str  # name of the preset
+    # against the truth under the mask, of the mean if there are several samples; None without a truth
     psnr_db: float | None = _field(mean, default=None)
-    ssim: float | None = _field(mean, default=None)
-    mse: float | None = _field(mean, default=None)
+    ssim: float | None = _field(mean, default=None)  # the same
+    mse: float | None = _field(mean, default=None)  # the same, in squared units of the range of intensities
+    # against the exact run; None if all bits are equal, or if it was not compared
     psnr_vs_exact_db: float | None = _field(mean, default=None)
+    # False if there is no exact run to compare with (`--no-exact`, or a slice not among those compared)
     exact_compared: bool = _field(any, default=True)
-    seconds: float = 0.0
-    bytes: Mapping[str, int] = _field(sum_by_name, default_factory=dict)
-    rank_seconds: float | None = _field(sum, default=None)
+    seconds: float = 0.0  # wall time; replicas work at the same time
+    bytes: Mapping[str, int] = _field(sum_by_name, default_factory=dict)  # bytes sent over each kind of link
+    rank_seconds: float | None = _field(sum, default=None)  # seconds of all ranks that worked on the image, added up
+    # seconds of each replica that worked on the image, by its number
     replica_seconds: Mapping[str, float] | None = None
+    # bytes that would have been sent over the same routes with all tokens unchanged
     bytes_whole: Mapping[str, int] | None = _field(sum_by_name, default=None)
-    bytes_late: Mapping[str, int] | None = _field(sum_by_name, default=None)
-    samples: int | None = None
+    bytes_late: Mapping[str, int] | None = _field(sum_by_name, default=None)  # bytes that no attention call waited for
+    samples: int | None = None  # number of samples; None for one
+    # `fusing.coverage`, of calibrated intervals if there are `intervals`
     coverage_50: float | None = _field(mean, default=None)
-    coverage_90: float | None = _field(mean, default=None)
-    psnr_db_single: float | None = _field(mean, default=None)
+    coverage_90: float | None = _field(mean, default=None)  # the same
+    psnr_db_single: float | None = _field(mean, default=None)  # mean of the samples' own PSNR
+    # `Intervals.record` of intervals that hidden regions calibrated
     intervals: Mapping[str, float] | None = _field(lambda values: next(filter(None, values), None), default=None)
+    # half the width of the 90 % intervals, mean over masked voxels, in units of the range of intensities; None without
+    # intervals
     uncertainty: float | None = _field(mean, default=None)
+    # psnr_db, ssim, mse, seconds, frc and resolution of the biharmonic result
     baseline: Mapping[str, Any] | None = None
-    frc: Sequence[float | None] | None = _field(mean_curve, default=None)
-    resolution: float | None = _field(mean, default=None)
+    frc: Sequence[float | None] | None = _field(mean_curve, default=None)  # `ring_correlation` of each ring
+    resolution: float | None = _field(mean, default=None)  # finest period in voxels that is restored; None if unknown
+    # A mapping for each step of a lossy run. V-Major: the mean relative change of v, and the fraction of tokens that
+    # were not sent. A codec or displacement: the fraction of attention calls that were coded, the fraction of their
+    # tensors that were predicted linearly, and which tensors were displaced. It has also the fractions of the bytes of
+    # whole tensors, in 16 bits as large models have them, that were sent and that attention waited for.
     drift: Sequence[Mapping[str, Any]] = ()
+    # with a step cache: the fraction of the model's calls that were cached; `drift` has it for each step
     cached_fraction: float | None = _field(mean, default=None)
-    bytes_exact: Mapping[str, int] | None = None
+    bytes_exact: Mapping[str, int] | None = None  # bytes of the exact run, if there is a drift
 
     def row(self) -> dict[str, Any]:
-        """As plain data for JSON, without what does not apply to the image."""
+        """Return the result as plain data for JSON, without the fields that do not apply to the image."""
         found = dict(vars(self))
-        for name in [one for one in OF_LINKS if found[one] is not None]:  # 0 where none went
+        for name in [one for one in OF_LINKS if found[one] is not None]:  # 0 for links without messages
             found[name] = {link: int(found[name].get(link, 0)) for link in LINKS}
         found["drift"] = [dict(step) for step in self.drift] or None
         absent = {name for name, value in found.items() if value is None and name not in OR_NULL}
@@ -278,15 +293,19 @@ class Result:
 
 
 QUALITY = ("psnr_db", "ssim", "mse")
-OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")
-OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # in a sweep's lines
+OF_LINKS = ("bytes", "bytes_whole", "bytes_late", "bytes_exact")  # fields with a number for each link
+OF_RUN = (*QUALITY, "seconds", "bytes", "bytes_whole", "bytes_late", "cached_fraction")  # fields of a sweep's lines
+# fields of several samples
 OF_SAMPLES = ("samples", "coverage_50", "coverage_90", "psnr_db_single", "intervals", "uncertainty")
-# null says something: "unknown", or "the same bits"
+# Fields whose null has a meaning ("unknown", or "the same bits"), so that it is written.
 OR_NULL = ("mask", *QUALITY, "psnr_vs_exact_db", "resolution", *OF_SAMPLES)
 
 
 def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of one mode taken together, each field as `Result` says, of the rows that have it; else the first row's."""
+    """Return one row for several rows of one preset.
+
+    Each field is combined as `Result` says, of the rows that have it. Other fields are the first row's.
+    """
     found = dict(rows[0])
     for one in fields(Result):
         values = [row[one.name] for row in rows if one.name in row]
@@ -296,7 +315,7 @@ def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def json_ready(value: Any, otherwise: Callable[[float], Any] = lambda _: None) -> Any:
-    """A value of lists, mappings and scalars where `otherwise` replaces infinities and NaN, which JSON has not."""
+    """Return a value of lists, mappings and scalars with `otherwise` of every infinity and NaN, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: json_ready(one, otherwise) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -305,13 +324,14 @@ def json_ready(value: Any, otherwise: Callable[[float], Any] = lambda _: None) -
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the images for each mask and preset, and of the biharmonic baseline for each mask.
+    """Return the means over images for each mask and preset, and those of the biharmonic baseline for each mask.
 
-    `{"rows": [{"mask", "mode", "n", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "compared", "identical", "seconds",
-    "bytes"}],
-    "baseline": [{"mask", "method", "n", "psnr_db", "ssim", "mse", "seconds"}]}`. `psnr_vs_exact_db` is the mean over
-    the images whose bits differ, `identical` the number of images whose bits are those of the exact run, of those
-    `compared` with one. Means of OF_SAMPLES are there where images have them.
+    The result is `{"rows": [{"mask", "mode", "n", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "compared",
+    "identical", "seconds", "bytes"}], "baseline": [{"mask", "method", "n", "psnr_db", "ssim", "mse", "seconds"}]}`.
+
+    `psnr_vs_exact_db` is the mean over the images whose bits differ from the exact run's. `compared` is the number of
+    images that have an exact run, and `identical` that of those with its bits. Means of OF_SAMPLES are there if images
+    have them.
     """
     groups = by_key(((row["mask"], row["mode"]), row) for row in rows)
     baselines: dict[str | None, dict[str, Mapping[str, Any]]] = {}
@@ -335,16 +355,16 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def metrics_document(config: Mapping[str, Any], ranks: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole of `metrics.json`. A setting that JSON has no number for is text: "inf"."""
+    """Return the whole content of `metrics.json`. A setting that JSON has no number for becomes text, such as "inf"."""
     rows, settings = json_ready(rows), {name: json_ready(value, str) for name, value in config.items()}
     return {"schema": SCHEMA, "config": settings, "ranks": ranks, "images": rows, "summary": summary(rows)}
 
 
-Profile = Sequence[Mapping[str, Any]]
+Profile = Sequence[Mapping[str, Any]]  # the `drift` of a result: a mapping for each step
 
 
 def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
-    """Profiles of several runs as one: at each step the mean of the values that are there, of fractions by name."""
+    """Return one profile for those of several runs: at each step the mean of the values that are there."""
     steps = by_key((row["step"], row) for row in chain.from_iterable(profiles))
     return [
         {"step": step, **{name: _mean([row.get(name) for row in of_step]) for name in of_step[0] if name != "step"}}
@@ -353,6 +373,7 @@ def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
 
 
 def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of values that are not None; of mappings, the mean by name."""
     there = [value for value in values if value is not None]
     if there and isinstance(there[0], Mapping):
         return {name: total / len(there) for name, total in sum_by_name(there).items()}
@@ -362,27 +383,27 @@ def _mean(values: Sequence[Any]) -> Any:
 # Figures of the report ------------------------------------------------------------------------------------------------
 
 WIDTH, LEFT = 420, 34  # pixels of a figure, and of them those left of its bars
-STRIP, BARS = (16, 46), (66, 146)  # top and bottom of the tensors' strip and of the bars of bytes
+STRIP, BARS = (16, 46), (66, 146)  # top and bottom of the strip of tensors and of the bars of bytes, in pixels
 
 
 class StepsFigure(NamedTuple):
-    """One preset's steps as areas of an SVG picture. paths: of each kind of tensor and of bytes; told: the means over
-    the steps, in words; last: the last step's number."""
+    """The figure of one preset's steps as areas of an SVG picture."""
 
     mode: str
-    paths: dict[str, str]
-    told: str
-    last: int
+    paths: dict[str, str]  # the SVG path of each kind of tensor and of bytes
+    told: str  # the means over the steps, in words
+    last: int  # number of the last step
 
 
 def step_figures(rows: Sequence[Mapping[str, Any]]) -> list[StepsFigure]:
-    """A figure for each preset of some rows of `metrics.json` that coded or displaced tensors, over all these rows."""
+    """Return a figure for each preset that coded or displaced tensors, a mean over the rows of `metrics.json`."""
     lossy = (row for row in rows if row.get("drift") and "sent_fraction" in row["drift"][0])
     profiles = by_key((row["mode"], row["drift"]) for row in lossy)
     return [_figure(mode, mean_profile(of_mode)) for mode, of_mode in profiles.items()]
 
 
 def _figure(mode: str, steps: Profile) -> StepsFigure:
+    """Return the figure of a preset's mean profile."""
     tensors = list(zip(*map(shares_of_tensors, steps), strict=True))
     sent, waited = ([row[name] for row in steps] for name in ("sent_fraction", "exposed_fraction"))
     late = [all_of_it - part for all_of_it, part in zip(sent, waited, strict=True)]
@@ -395,8 +416,11 @@ def _figure(mode: str, steps: Profile) -> StepsFigure:
 
 
 def ring_figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return of each preset of some rows, and of the biharmonic baseline, the name, the mean ring correlation as a path
-    of SVG in a picture of 100 x 100, and the resolution in words; nothing where no truth is known."""
+    """Return the curve of the mean ring correlation for each preset of some rows, and for the biharmonic baseline.
+
+    Each is the name, an SVG path in a picture of 100 x 100, and the resolution in words. Nothing is returned without a
+    truth.
+    """
     every = (one for row in rows for one in ((row["mode"], row), ("biharmonic", row.get("baseline") or {})))
     found = by_key((name, one) for name, one in every if one.get("frc"))
     figures = []
@@ -410,21 +434,29 @@ def ring_figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]
 
 
 def resolution_told(values: Sequence[float | None]) -> str:
-    """Return the mean resolution of some slices in words, with the number of those in which it is unknown."""
+    """Return the mean resolution of some slices in words, with the number of slices in which it is unknown."""
     known, unknown = mean(values), sum(value is None for value in values)
     told = f" (unknown in {unknown} of {len(values)} slices)" if unknown else ""
     return "unknown" if known is None else f"{known:.1f} voxels{told}"
 
 
 def shares_of_tensors(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Of one step's tensors those that travelled whole and those that were coded, where attention waited for them, and
-    those that were displaced. With a codec whatever is displaced is coded."""
+    """Return the shares of one step's tensors that were sent whole, that were coded, and that were displaced.
+
+    The first two are tensors that attention waited for. With a codec every displaced tensor is coded too.
+    """
     coded, displaced = row["coded_fraction"], row["displaced_fraction"]
     return 1 - max(coded, displaced), max(0.0, coded - displaced), displaced
 
 
 def _stacked(parts: Sequence[Sequence[float]], top: float, bottom: float) -> list[str]:
-    """Bars of some parts of a whole, one on the other, for each step: the outline of each part."""
+    """Return SVG paths of stacked bars, one path for each part, with a bar for each step.
+
+    Args:
+        parts: for each part its share of the whole at each step.
+        top: of a full bar, in pixels.
+        bottom: of all bars, in pixels.
+    """
     count, paths = len(parts[0]), [""] * len(parts)
     wide = (WIDTH - LEFT - 6) / count
     for step in range(count):

@@ -1,1 +1,1 @@
-"""`report.html`: one self-contained page with every slice's pictures, the numbers and what they mean."""
+"""The report `report.html`: one self-contained page with every slice's pictures, the numbers and what they mean."""

@@ -1,4 +1,4 @@
-"""Renders `report.html`: tables that are there at once, and pictures as inert text, decoded when they are looked at."""
+"""The writer of `report.html`: tables that show at once, and pictures as inert text, decoded when they are viewed."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from cocodiff_eval.report.tables import (
 )
 from cocodiff_eval.report.volume import VOLUME_BYTES, ShownVolume, embedded
 
-# Red, green and blue of 256 steps from no error to the largest: matplotlib's magma, for reports do without matplotlib.
+# Red, green and blue of 256 steps from no error to the largest: a copy of matplotlib's magma, so that reports do not
+# need matplotlib.
 COLOURS = Path(__file__).parent / "templates" / "magma.rgb"
 
 
 class Block(NamedTuple):
-    """A text that the page's script reads when it needs it. kind: `picture`, `mask` or `volume`; key: the slice's
-    number in its series, or the name that slices call a mask by."""
+    """A text that the page's script reads when it needs it."""
 
-    kind: str
-    series: int
-    key: str
-    text: str
+    kind: str  # `picture`, `mask` or `volume`
+    series: int  # number of the series that it belongs to
+    key: str  # number of the slice in its series, or the name by which slices refer to a mask
+    text: str  # JSON, or a mask's PNG in base64
 
 
 def write_report(
@@ -57,17 +57,21 @@ def write_report(
     frames: int | None = None,
     swept: Sequence[Row] = (),
 ) -> None:
-    """Writes the report as one HTML page without external resources.
+    """Write the report as one HTML page without external resources.
 
-    metrics       the document of `metrics.json`
-    pictures      what `encode` made of slices or images, each asked for when it is written; of a stack a sample will do
-    facts         what the run was, in order of display: model, steps, seed, machine, version, ...
-    slices        image name to the numbers of its slices, of stacks
-    prompts       image name to the prompt that it was made for
-    shown         volumes that are looked at from three sides, each read when it is written
-    side          pixels of the pictures' longer side, for the page to say
-    frames        of a video, of which a picture shows some; None for images
-    swept         of a sweep, whose picture lies beside the page
+    Args:
+        path: the page's file.
+        metrics: the content of `metrics.json`.
+        pictures: what `encode` returned for slices or images, read one by one while writing; a sample of a stack will
+            do.
+        facts: facts of the run in the order of display: model, steps, seed, machine, version, ...
+        title: heading of the page.
+        slices: for each stack the range of its slices' numbers.
+        prompts: for each image its prompt.
+        shown: volumes that the page shows from three sides, each read when it is written.
+        side: longer side of the pictures in pixels, which the page mentions.
+        frames: number of frames of a video, of which a picture shows some; None for images.
+        swept: rows of a sweep, whose picture lies beside the page.
     """
     of_stacks, rows = slices or {}, metrics["images"]
     found = series_of(rows, of_stacks, metrics.get("inputs", ()))
@@ -97,11 +101,12 @@ def write_report(
         frames=frames,
     )
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(pieces)  # what iterators among the values yield is not kept
+        file.writelines(pieces)  # pictures and volumes are made while writing, and are not kept
 
 
 @cache
 def _template() -> Any:
+    """Return the page's template."""
     import jinja2
 
     return jinja2.Environment(
@@ -114,7 +119,7 @@ def _template() -> Any:
 
 
 def _swept(path: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """A sweep as the template shows it."""
+    """Return a sweep's picture, tables and note, as the template shows them."""
     return {
         "picture": base64_text(path.with_name(PARETO).read_bytes()),
         "tables": [
@@ -131,7 +136,12 @@ def _blocks(
     found: Mapping[tuple[str | None, str | None], Series],
     of_stacks: Mapping[str, range],
 ) -> Iterator[Block]:
-    """The pictures with their masks, each mask once; then volumes, which share the room that a page has for them."""
+    """Yield the pictures with their masks, each mask once, and then the volumes, which share VOLUME_BYTES.
+
+    Args:
+        found: the series by stack and mask, as of `series_of`.
+        of_stacks: for each stack the range of its slices' numbers.
+    """
     order, masks = {key: place for place, key in enumerate(found)}, set[str]()
     for text in pictures:
         picture = json.loads(text)
@@ -145,7 +155,7 @@ def _blocks(
                     masks.add(picture[kind])
                     yield Block("mask", order[key], picture[kind], bits)
         place = found[key].number(picture["name"])
-        # A script block ends at the first "</script", whatever stands around it.
+        # A script block ends at the first "</script", even inside a string.
         yield Block("picture", order[key], str(place), _inert(picture))
     for volume in shown:
         if (key := (volume.stack.name, volume.mask.name)) in order:
@@ -153,11 +163,12 @@ def _blocks(
 
 
 def _inert(document: Any) -> str:
+    """Return a document as JSON without "<", so that it cannot end a script block."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
 def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """A series as the template shows it."""
+    """Return what the template shows of a series."""
     rows = [row for place in sorted(series.rows) for row in series.rows[place]]
     single = series.names[0] if len(series.names) == 1 else f"{len(series.names)} images"
     name = series.stack if series.stack is not None else single
@@ -176,8 +187,7 @@ def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, A
 
 
 def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
-    """How a bound on quality was kept, of one mask or of all images: an entry of `quality` in `metrics.json`. figures:
-    of the setting that is taken, where it was tried."""
+    """Return an entry of `quality` in `metrics.json`, with `figures`: those of the chosen setting, if it was tried."""
     taken = (tried for tried in record["tried"] if tried["setting"] == record["setting"])
     shown = [", ".join(f"{name} {decibels(record, db)}" for name, db in tried["db"].items()) for tried in taken]
     return {**record, "figures": shown}

@@ -1,9 +1,8 @@
-"""What the report shows of a slice or a generated image, which slices it shows, how large, and their pictures as text.
+"""The pictures of slices and generated images in the report: which slices are shown, how large, and as what text.
 
-Pictures are small WebP images in JSON, which the page decodes when they are looked at. What the page can derive is not
-stored: the masked input is the original with the mask painted over, and a restored slice is the original with the
-masked part replaced, so of that only this part is stored. Differences are stored, as those of compressed pictures would
-show the compression.
+Pictures are small WebP images in JSON, which the page decodes when they are viewed. What the page can compute is not
+stored. The masked input is the original with the mask painted over. Of a restored slice only the masked part is stored.
+Differences are stored, as those of compressed pictures would show the compression.
 """
 
 from __future__ import annotations
@@ -22,52 +21,50 @@ from PIL import Image
 from cocodiff_eval.data.intensity import IntensityRange, fences
 from cocodiff_eval.data.slices import to_grey8
 
-SHOWN_SLICES = 4
+SHOWN_SLICES = 4  # slices that `shown_slices` returns at most, by default
 PICTURE_BYTES = 19_000_000  # of all pictures; in base64, and with the numbers, the page stays under 30 MB
-SIDES = (512, 384, 320, 256, 224, 192, 160)  # pixels on the longer side
+SIDES = (512, 384, 320, 256, 224, 192, 160)  # possible longer sides of pictures in pixels
 USUAL = 0.09  # bytes a pixel of a compressed picture of a noisy slice
-SMALLEST = 0.05  # the same of one that still shows its slice
-MASKED = 0.3  # share of a slice that is taken to be masked: only that part of a restored slice is stored
-WORST = 48  # slices of a stack whose pictures are shown although they are not in the sample
-LOSSLESS = 100
-QUALITIES = (LOSSLESS, 90, 75, 60, 45, 30, 15, 5)  # of WebP
-SMALLEST_SIDE = 64  # pixels; below it nothing could be seen
-BLOCK = 16  # pixels of a side of the blocks that WebP codes
+SMALLEST = 0.05  # bytes a pixel of a compressed picture at which a slice can still be recognised
+MASKED = 0.3  # assumed share of masked voxels in a slice, as only these are stored of a restored slice
+WORST = 48  # slices of a stack that have pictures because their PSNR is the lowest, although they are not in the sample
+LOSSLESS = 100  # the quality that stands for WebP without loss
+QUALITIES = (LOSSLESS, 90, 75, 60, 45, 30, 15, 5)  # of WebP, from the best
+SMALLEST_SIDE = 64  # pixels; in smaller pictures nothing could be recognised
+BLOCK = 16  # side in pixels of the blocks that WebP codes
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One slice under one mask, as the report shows it; images [Y, X] in the input's units.
+    """One slice under one mask, as the report shows it. Images are [Y, X] in the input's units."""
 
-    name, mask     as in the rows of `metrics.json`; slices of a stack are called `stack[number]`
-    slice_index    0 for a single slice
-    input_YX       the slice as given; under the mask it is shown only where `truth_YX` is given
-    restored       preset (or "biharmonic") to restored slice; empty where nothing is masked
-    truth_YX       the original, or None where it is unknown
-    uncertainty    preset to half the width of its 90 % intervals; empty where there are none
-    """
-
-    name: str
-    mask: str
-    slice_index: int
-    input_YX: np.ndarray
-    mask_YX: np.ndarray
-    scale: IntensityRange
+    name: str  # as in the rows of `metrics.json`; `stack[number]` for a slice of a stack
+    mask: str  # name of the mask, as in the rows
+    slice_index: int  # 0 for a single slice
+    input_YX: np.ndarray  # the slice as given; under the mask it is shown only if `truth_YX` is given
+    mask_YX: np.ndarray  # True for restored voxels
+    scale: IntensityRange  # the range of intensities
+    # the restored slice for each preset and "biharmonic"; empty if nothing is masked
     restored: Mapping[str, np.ndarray]
-    truth_YX: np.ndarray | None = None
+    truth_YX: np.ndarray | None = None  # the original; None if unknown
+    # half the width of the 90 % intervals for each preset; empty if there are none
     uncertainty: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A generated image in every mode, uint8 [Y, X, 3] each."""
+    """A generated image with each preset, uint8 [Y, X, 3]."""
 
     name: str
-    images: Mapping[str, np.ndarray]
+    images: Mapping[str, np.ndarray]  # the image of each preset
 
 
 def shown_slices(mask_voxels: Sequence[int], limit: int = SHOWN_SLICES) -> list[int]:
-    """At most `limit` slices of a stack with masked voxels, evenly spread, ends included."""
+    """Return at most `limit` slices of a stack with masked voxels, evenly spread, including the first and the last.
+
+    Args:
+        mask_voxels: number of masked voxels in each slice.
+    """
     masked = [index for index, count in enumerate(mask_voxels) if count]
     if len(masked) <= limit:
         return masked
@@ -77,28 +74,33 @@ def shown_slices(mask_voxels: Sequence[int], limit: int = SHOWN_SLICES) -> list[
 def error_image(
     truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Absolute error in normalised units, float64 [Y, X], 0 outside the mask; and where it is known (finite truth)."""
+    """Return the absolute error in normalised units, float64 [Y, X], and where it is known, boolean.
+
+    It is known for masked voxels with a finite truth. Elsewhere the error is 0.
+    """
     known_YX = mask_YX & np.isfinite(truth_YX)
     return np.abs(np.where(known_YX, scale.normalise(restored_YX) - scale.normalise(truth_YX), 0.0)), known_YX
 
 
 @dataclass(frozen=True)
 class PicturePlan:
-    """side: of pictures, in pixels. share: bytes of all pictures of a slice with masked voxels. unmasked_share: of one
-    without. shown: for each task the slices that have pictures. worst: so many of the slices that were restored worst
-    have pictures as well, 0 where all have."""
+    """The sizes of pictures, and the slices that have them."""
 
-    side: int
-    share: int
-    unmasked_share: int
-    shown: tuple[frozenset[int], ...]
-    worst: int
+    side: int  # longer side of pictures in pixels
+    share: int  # most bytes for all pictures of a slice with masked voxels
+    unmasked_share: int  # most bytes for the picture of a slice without masked voxels
+    shown: tuple[frozenset[int], ...]  # for each task the slices that have pictures
+    worst: int  # number of further slices that have pictures, those with the lowest PSNR; 0 if all slices have
 
 
 def plan_pictures(masked: Sequence[Sequence[bool]], modes: int) -> PicturePlan:
-    """For tasks whose slices have masked voxels or not, each restored in so many modes (biharmonic and maps of the
-    uncertainty included). Depends on nothing but these numbers."""
-    frames = 1 + 2 * modes * MASKED  # pictures of a slice, in whole ones: the original, restored ones and their errors
+    """Plan the pictures of some tasks. The plan depends on nothing but the arguments.
+
+    Args:
+        masked: for each task and slice, True if the slice has masked voxels.
+        modes: number of restored pictures of a slice: presets, biharmonic, and maps of the uncertainty.
+    """
+    frames = 1 + 2 * modes * MASKED  # a slice's pictures, in whole ones: the original, restored ones and their errors
     hidden = sum(map(sum, masked))
     whole = hidden + (sum(map(len, masked)) - hidden) / frames
     smallest = SIDES[-1] ** 2 * frames * SMALLEST
@@ -114,14 +116,22 @@ def plan_pictures(masked: Sequence[Sequence[bool]], modes: int) -> PicturePlan:
 
 
 def worst_slices(psnr_db: dict[int, list[float]], shown: frozenset[int], count: int) -> list[int]:
-    """The slices with the lowest PSNR in any mode that are not among those shown. psnr_db: of slices, in each mode."""
+    """Return the `count` slices with the lowest PSNR with any preset that are not among those shown, ascending.
+
+    Args:
+        psnr_db: for each slice its PSNR with each preset.
+    """
     found = sorted((min(values), index) for index, values in psnr_db.items() if values and index not in shown)
     return sorted(index for _, index in found[:count])
 
 
 def encode(picture: Picture | Generated, side: int, share: int) -> str:
-    """JSON of the pictures of a slice or image: at most `side` pixels on their longer side, and fewer where they would
-    take more than `share` bytes in all (before they become base64) at the lowest quality."""
+    """Return the pictures of a slice or an image as JSON.
+
+    Args:
+        side: longer side in pixels, at most. It is reduced if the pictures exceed `share` at the lowest quality.
+        share: bytes of all pictures together, at most, before base64.
+    """
     while True:
         head, images = _of_image(picture, side) if isinstance(picture, Generated) else _of_slice(picture, side)
         masks = sum(len(head.get(kind, "")) * 3 // 4 for kind in ("hole", "unknown"))
@@ -138,16 +148,17 @@ def encode(picture: Picture | Generated, side: int, share: int) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-Images = dict[tuple[str, str], np.ndarray]  # uint8, by their kind and mode
+Images = dict[tuple[str, str], np.ndarray]  # uint8 images by kind and preset
 
 
 def _of_image(picture: Generated, side: int) -> tuple[dict[str, Any], Images]:
+    """Return the numbers and the pictures of a generated image."""
     images = {("images", mode): _reduced(image, side) for mode, image in picture.images.items()}
     return {"name": picture.name, "mask": None, "index": 0}, images
 
 
 def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
-    """The numbers and masks of a slice, and its pictures."""
+    """Return the numbers and masks of a slice, and its pictures."""
     scale, mask_YX = picture.scale, picture.mask_YX
     original_YX, unknown_YX = _original(picture)
     low, high = window(original_YX, ~unknown_YX & np.isfinite(original_YX), mask_YX, scale)
@@ -186,8 +197,11 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
 def window(
     original_YX: np.ndarray, known_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> tuple[float, float]:
-    """The intensities that are black and white: the range outside the mask, wider where brighter or darker material
-    lies wholly under the mask, but not for outliers."""
+    """Return the intensities that are shown as black and white.
+
+    They are those of the range outside the mask. The window is wider if brighter or darker material lies only under the
+    mask, but not for outliers.
+    """
     hidden = original_YX[known_YX & mask_YX]
     if scale.low <= hidden.min(initial=scale.low) and hidden.max(initial=scale.high) <= scale.high:
         return scale.low, scale.high
@@ -197,8 +211,10 @@ def window(
 
 
 def _original(picture: Picture) -> tuple[np.ndarray, np.ndarray]:
-    """The slice with its truth under the mask, float64 [Y, X], and where that is not known: there it holds the mean of
-    all else, for what lies under a mask is not read."""
+    """Return the slice with its truth under the mask, float64 [Y, X], and where the truth is unknown, boolean.
+
+    Unknown voxels hold the mean of all others, as values under a mask are not read.
+    """
     original_YX, unknown_YX = picture.input_YX.astype(np.float64), picture.mask_YX
     if picture.truth_YX is not None:
         original_YX = np.where(picture.mask_YX, picture.truth_YX.astype(np.float64), original_YX)
@@ -208,7 +224,10 @@ def _original(picture: Picture) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _reduced(image: np.ndarray, side: int) -> np.ndarray:
-    """Means over boxes of voxels, float32 [Y, X], or uint8 [Y, X, 3]: never more of them than the image has voxels."""
+    """Return means over boxes of voxels, float32 [Y, X] or uint8 [Y, X, 3], with a longer side of at most `side`.
+
+    An image that is small enough is returned unchanged.
+    """
     ratio = min(1.0, side / max(image.shape[:2]))
     rows, columns = (max(1, round(length * ratio)) for length in image.shape[:2])
     if (rows, columns) == image.shape[:2]:
@@ -218,23 +237,24 @@ def _reduced(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def _grey8(image_YX: np.ndarray, low: float, high: float, side: int) -> np.ndarray:
+    """Return a slice as 8-bit grey, reduced to `side`."""
     return to_grey8(_reduced(to_grey8(image_YX, low, high).astype(np.float32), side), 0.0, 255.0)
 
 
 def _touched(mask_YX: np.ndarray, side: int) -> np.ndarray:
-    """Pixels in whose box a voxel is masked."""
+    """Return the pixels in whose box a voxel is masked, boolean."""
     return _reduced(mask_YX.astype(np.float32), side) > 1e-6
 
 
 def _mean_where(values_YX: np.ndarray, known_YX: np.ndarray, side: int) -> np.ndarray:
-    """Means over the known voxels of each box, 0 where there are none."""
+    """Return means over the known voxels of each box, 0 where there are none."""
     weight_YX = _reduced(known_YX.astype(np.float32), side)
     total_YX = _reduced(np.where(known_YX, values_YX, 0.0), side)
     return np.divide(total_YX, weight_YX, out=np.zeros(weight_YX.shape), where=weight_YX > 1e-6)
 
 
 def _near(mask_YX: np.ndarray) -> np.ndarray:
-    """Pixels of WebP's blocks that hold masked pixels or lie beside one."""
+    """Return the pixels of those blocks of WebP that hold masked pixels or lie within two pixels of one, boolean."""
     from scipy import ndimage
 
     rows, columns = mask_YX.shape
@@ -244,7 +264,10 @@ def _near(mask_YX: np.ndarray) -> np.ndarray:
 
 
 def _fitting(images: Mapping[Any, np.ndarray], share: int) -> tuple[int, dict[Any, bytes]]:
-    """The best quality at which all images together take at most `share` bytes (or the lowest), and their files."""
+    """Return the best quality at which all images together take at most `share` bytes, and their files by key.
+
+    If none fits, it is the lowest quality.
+    """
     made: dict[int, dict[Any, bytes]] = {}
 
     def fits(quality: int) -> bool:
@@ -256,6 +279,7 @@ def _fitting(images: Mapping[Any, np.ndarray], share: int) -> tuple[int, dict[An
 
 
 def _webp(image: np.ndarray, quality: int) -> bytes:
+    """Return an image as a WebP file."""
     buffer = io.BytesIO()
     # Method 2 takes half the time of the default, 4, and a tenth more bytes.
     Image.fromarray(image).convert("RGB").save(buffer, "WEBP", lossless=quality == LOSSLESS, quality=quality, method=2)
@@ -263,7 +287,7 @@ def _webp(image: np.ndarray, quality: int) -> bytes:
 
 
 def _bits(mask_YX: np.ndarray) -> str:
-    """A mask as a PNG of one bit a pixel in base64; an empty one as an empty text."""
+    """Return a mask as a PNG of one bit a pixel in base64; "" for an empty mask."""
     if not mask_YX.any():
         return ""
     buffer = io.BytesIO()
@@ -272,4 +296,5 @@ def _bits(mask_YX: np.ndarray) -> str:
 
 
 def base64_text(data: bytes) -> str:
+    """Return bytes as base64 text."""
     return base64.b64encode(data).decode("ascii")

@@ -1,5 +1,7 @@
-"""The lines of a sweep's results.jsonl: means over slices, differences to the exact run of the same slice, tables, and
-the picture of quality against bytes and against speed."""
+"""The lines of a sweep's results.jsonl: means over slices, differences from the exact run, tables, and a picture.
+
+Differences are those of the same slice. The picture shows quality against bytes and against speed.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,26 @@ from cocodiff_eval.report.tables import MISSING, text_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LINES, PARETO = "results.jsonl", "pareto.png"
+LINES, PARETO = "results.jsonl", "pareto.png"  # names of files in the folder of results
 LIMITS = {"psnr_db": 2.0, "ssim": 0.03, "mse": 2e-3}  # CoCoDiff, Table II: differences below these count as none
-DIGITS = {"psnr_db": 2, "ssim": 4, "mse": 5}
-NAMES = {"psnr_db": "PSNR dB", "ssim": "SSIM", "mse": "MSE"}
-COSTS = {"volume": 3, "exposed": 3, "of whole": 3, "speed-up to flat": 2, "seconds": 2}  # digits
-BEATEN = "beaten by"
-WORDS = ("point", "mask", BEATEN)  # heads of columns that are no numbers
-Line = Mapping[str, Any]
+DIGITS = {"psnr_db": 2, "ssim": 4, "mse": 5}  # digits of tables after the point
+NAMES = {"psnr_db": "PSNR dB", "ssim": "SSIM", "mse": "MSE"}  # heads of tables
+# digits after the point, by the measure of cost
+COSTS = {"volume": 3, "exposed": 3, "of whole": 3, "speed-up to flat": 2, "seconds": 2}
+BEATEN = "beaten by"  # head of the column that names a better point
+WORDS = ("point", "mask", BEATEN)  # heads of columns that are not numbers
+Line = Mapping[str, Any]  # a line of results.jsonl
 
 
 class Spread(NamedTuple):
-    """A mean over slices and its standard error; None for a single slice."""
+    """A mean over slices and its standard error, which is None for a single slice."""
 
     mean: float
     error: float | None
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """None where no value is there."""
+        """Return the spread of the values that are not None; None if there are none."""
         present = [value for value in values if value is not None]
         if not present:
             return None
@@ -45,36 +48,37 @@ class Spread(NamedTuple):
         return cls(statistics.fmean(present), error)
 
     def text(self, digits: int) -> str:
+        """Return the mean and the standard error, if known, as text."""
         return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" +- {self.error:.{digits}f}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One point under one mask at one number of steps, over n slices.
-
-    quality     psnr_db, ssim, mse; None where no truth is known
-    difference  the same minus the exact run's on the same slice
-    vs_exact    PSNR in dB against the exact run, over the slices whose bits differ; `identical` counts the others
-    cost        by the names of COSTS. Volume: bytes of q, k, v and o over the exact run's; None where nothing travels
-                (one rank). Exposed: those of them that attention waited for, over the exact run's. Of whole: the volume
-                over what all tokens as they are would have been along the point's own routes
-    displaced   whether some calls of attention did not wait for their tensors
-    """
+    """One point of a sweep under one mask at one number of steps, over several slices."""
 
     point: str
     mask: str
     steps: int
-    n: int
-    quality: dict[str, Spread | None]
-    difference: dict[str, Spread | None]
-    vs_exact: Spread | None
-    identical: int
+    n: int  # number of slices
+    quality: dict[str, Spread | None]  # psnr_db, ssim and mse; None if the truth is unknown
+    difference: dict[str, Spread | None]  # the same minus that of the exact run of the same slice
+    vs_exact: Spread | None  # PSNR in dB against the exact run, over the slices whose bits differ
+    identical: int  # number of slices whose bits equal the exact run's
+    # The measures of COSTS. `volume`: bytes of q, k, v and o over the exact run's; None for one rank, which sends
+    # nothing. `exposed`: those of these bytes that attention waited for, over the exact run's. `of whole`: the bytes
+    # over those that all tokens unchanged would have taken on the point's own routes.
     cost: dict[str, Spread | None]
-    displaced: bool
+    displaced: bool  # True if some attention calls did not wait for their tensors
 
     def beats(self, other: Row, by: Sequence[str] = ("volume", "exposed")) -> bool:
-        """Whether this point, under the same mask at as many steps, is closer to the exact run than another, and no
-        larger in any of these measures."""
+        """Return True if this point is closer to the exact run than another, and not larger in any of some measures.
+
+        Both must have the same mask and number of steps.
+
+        Args:
+            other: the other point.
+            by: measures of `cost`.
+        """
         if (self.mask, self.steps) != (other.mask, other.steps) or other.vs_exact is None:
             return False
         pairs = [(self.cost[name], other.cost[name]) for name in by]
@@ -84,7 +88,7 @@ class Row:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """What a folder of results holds. Raises UserError for no lines, and for damaged ones."""
+    """Return the rows of a folder of results. Raise UserError if it has none, and for a damaged line."""
     path = folder / LINES
     if not path.is_file():
         raise UserError(f"{folder} holds no {LINES}: give the --out of a sweep that has ended")
@@ -99,27 +103,34 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def _refuse(number: str) -> None:
+    """Raise ValueError for NaN and infinities, which JSON lacks."""
     raise ValueError(f"JSON has no {number}")
 
 
 def summarise(lines: Sequence[Line]) -> list[Row]:
-    """A row for each mask, number of steps and point, in the order in which they first appear."""
+    """Return a row for each mask, number of steps and point, in this order; points are in order of occurrence."""
     groups = by_key(((line["mask"], line["steps"], line["point"]), line) for line in lines)
     points = list(dict.fromkeys(line["point"] for line in lines))
     return [_row(groups[key]) for key in sorted(groups, key=lambda key: (*key[:2], points.index(key[2])))]
 
 
 def _row(lines: Sequence[Line]) -> Row:
+    """Return the row for the lines of one point, mask and number of steps."""
+
     def over(value: Callable[[Line], float | None]) -> Spread | None:
+        """Return the spread of a value over the lines."""
         return Spread.of([value(line) for line in lines])
 
     def minus(line: Line, name: str) -> float | None:
+        """Return the difference of a line's value from its exact run's; None if unknown."""
         return None if line[name] is None else line[name] - line["exact"][name]
 
     def sent(line: Line, kind: str = "bytes") -> int:
+        """Return a line's bytes over all links."""
         return sum((line[kind] if kind == "bytes" else line.get(kind, {})).values())
 
     def part(count: int, whole: int) -> float | None:
+        """Return a fraction; None if the whole is 0."""
         return count / whole if whole else None
 
     return Row(
@@ -141,15 +152,18 @@ def _row(lines: Sequence[Line]) -> Row:
 
 
 def beyond(row: Row) -> bool:
-    """Whether a difference to the exact run is larger than the paper's limit."""
+    """Return True if a difference from the exact run is larger than the paper's limit."""
     pairs = [(row.difference[name], limit) for name, limit in LIMITS.items()]
     return any(found is not None and abs(found.mean) > limit for found, limit in pairs)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
-    """By title the columns of two tables, by their heads: quality, as the paper's Table II, where `*` marks what is
-    beyond its limits, and bytes and speed, with what attention waited for where that is not all. Beaten by: the point
-    closest to exact of those that send no more."""
+    """Return the columns of two tables: by title, and then by head, the cells.
+
+    The first is quality, as in the paper's Table II, where `*` marks values beyond its limits. The second is bytes and
+    speed, with the bytes that attention waited for if that is not all. "Beaten by" names the point closest to exact of
+    those that send no more.
+    """
 
     def shown(spreads: Iterable[Spread | None], digits: int) -> list[str]:
         return [MISSING if spread is None else spread.text(digits) for spread in spreads]
@@ -169,14 +183,16 @@ def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
 
 
 def _versus_exact(row: Row, told: str) -> str:
-    """PSNR against the exact run, and of how many slices the bits are the same."""
+    """Return the PSNR against the exact run as text, with the number of slices whose bits are equal."""
     more = f" ({row.identical} identical)" if row.identical else ""
     return "identical" if row.identical == row.n else told + more
 
 
 def better_than(row: Row, rows: Sequence[Row]) -> str:
-    """The point closest to exact of those that send no more than this one, and that attention waits for no more of;
-    empty where there is none."""
+    """Return the name of the better point that is closest to exact; "" if there is none.
+
+    A better point sends no more than this one, and attention waits for no more of its bytes.
+    """
     better = [other for other in rows if other.beats(row)]
     closest = max(better, key=lambda one: math.inf if one.vs_exact is None else one.vs_exact.mean, default=None)
     return "" if closest is None else closest.point
@@ -194,12 +210,12 @@ NOTE_EXPOSED = (
 
 
 def note(rows: Sequence[Row]) -> str:
-    """What the tables' columns mean."""
+    """Return the explanation of the tables' columns."""
     return f"{NOTE} {NOTE_EXPOSED}" if any(row.displaced for row in rows) else NOTE
 
 
 def told(rows: Sequence[Row]) -> str:
-    """The tables and what they mean; plain ASCII apart from the user's names."""
+    """Return the tables and their explanation as text; plain ASCII apart from the user's names."""
     texts = [
         text_table([tuple(of), *zip(*of.values(), strict=True)], "".join("<" if one in WORDS else ">" for one in of))
         for of in tables(rows).values()
@@ -210,7 +226,8 @@ def told(rows: Sequence[Row]) -> str:
 # The picture ----------------------------------------------------------------------------------------------------------
 
 MARKERS = "osD^vPX*"
-NEAR = (14, 11)  # pixels, across and up, at matplotlib's 100 an inch: about a label
+NEAR = (14, 11)  # about the size of a label in pixels, across and up, at matplotlib's 100 pixels an inch
+# labels of the horizontal axes of the panels
 XLABELS = {
     "volume": "volume: bytes of q, k, v and o over the exact run's",
     "exposed": "exposed: bytes that attention waited for, over the exact run's",
@@ -219,11 +236,14 @@ XLABELS = {
 
 
 def save_pareto(path: Path, rows: Sequence[Row]) -> None:
-    """Two panels: PSNR against the exact run over volume, and the change of PSNR against the truth over speed-up; where
-    attention did not wait for all bytes, PSNR over those that it waited for stands between them.
+    """Save a picture of panels: PSNR against the exact run over volume, and change of PSNR against the truth over
+    speed-up.
 
-    A colour and a number for each point, a marker for each mask (and number of steps); bars are standard errors. A line
-    joins the points that no other beats by what the panel shows. Markers in one place share a label with their numbers.
+    If attention did not wait for all bytes, a panel between them shows PSNR over the bytes that it waited for.
+
+    Each point has a colour and a number, and each mask (and number of steps) a marker. Bars are standard errors. A line
+    joins the points that no other beats in what the panel shows. Markers in one place share a label with all their
+    numbers.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -253,16 +273,19 @@ def save_pareto(path: Path, rows: Sequence[Row]) -> None:
     handles += [("0.35", MARKERS[n % len(MARKERS)], f"{mask}, {steps} steps") for n, (mask, steps) in enumerate(series)]
     lines = [Line2D([], [], color=one, marker=of, linestyle="", markersize=7, label=name) for one, of, name in handles]
     figure.legend(handles=lines, loc="outside right upper", frameon=False, fontsize=9)
-    figure.draw_without_rendering()  # settles the axes, so that distances on paper are known
+    figure.draw_without_rendering()  # fixes the axes, so that distances in pixels are known
     _number(marks)
     figure.savefig(path, dpi=130)
 
 
-Places = list[tuple[Row, Spread, Spread]]
+Places = list[tuple[Row, Spread, Spread]]  # rows with their places on a panel, across and up
 
 
 def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[tuple[str, int]]) -> Places:
-    """Lines of a panel of bytes. Returns where each row stands: identical results above all that have a PSNR."""
+    """Draw the lines of a panel of bytes. Return the place of each row.
+
+    Results that are identical to the exact run stand above all others, as they have no finite PSNR.
+    """
     found = [row.vs_exact.mean for row in rows if row.vs_exact is not None]
     height = max(found) + max(3.0, 0.15 * (max(found) - min(found))) if found else 100.0
     axes.set_ylabel("PSNR against the exact run, dB")
@@ -280,6 +303,7 @@ def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[
 
 
 def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Places:
+    """Draw the lines of the panel of speed. Return the place of each row."""
     places = [(row, row.cost["speed-up to flat"], row.difference["psnr_db"]) for row in rows]
     axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)
@@ -291,7 +315,7 @@ def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Places:
 
 
 def _number(marks: Sequence[tuple[Axes, tuple[float, float], int]]) -> None:
-    """Labels marks with the numbers of their points; marks that would hide each other's label share one."""
+    """Label marks with the numbers of their points. Marks that would hide each other's label share one."""
     together = defaultdict(list)
     for axes, place, point in marks:
         across, up = axes.transData.transform(place)

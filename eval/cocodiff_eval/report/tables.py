@@ -1,5 +1,7 @@
-"""The rows of `metrics.json` as the report groups them (the slices of a stack under a mask, single slices under one
-mask, or generated images), and its tables. A column that says nothing in any row is left out."""
+"""The tables of the report, from the rows of `metrics.json` in groups. A column that is empty in all rows is left out.
+
+A group is the slices of a stack under a mask, single slices under one mask, or generated images.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,27 @@ from cocodiff.config.grouping import by_key
 from cocodiff.config.text_table import aligned, spans
 from cocodiff_eval.quality.metrics import QUALITY, mean, of_slices
 
-# Headings, of several samples, and of calibrated intervals.
+# Heads of columns for several samples (the first) and for calibrated intervals.
 OF_SAMPLES = ("one sample, dB", "in 50 %", "in 90 %", "uncertainty")
-ON_TERMINAL = {  # what headings of the page are there
+ON_TERMINAL = {  # heads of columns on the terminal, if they differ from the page's
     "PSNR, dB": "PSNR dB",
     "jump between slices": "jump",
     OF_SAMPLES[0]: "one sample",
     "rank seconds": "rank s",
 }
-_LONGEST_NAME = 28
-MISSING = "–"
-OF_BASELINE = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}  # what a row of it lacks
+_LONGEST_NAME = 28  # characters of an image's name on the terminal
+MISSING = "–"  # text of a cell without a value
+# values that a row of the baseline lacks
+OF_BASELINE = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}
 
 
 def number(value: float | None, digits: int) -> str:
-    """A rounded number, or a dash for one that is not there."""
+    """Return a rounded number as text, or a dash for None."""
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that fits: `0 B`, `1.5 KiB`, `12.3 MiB`."""
+    """Return a number of bytes in the unit that fits: `0 B`, `1.5 KiB`, `12.3 MiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -42,7 +45,7 @@ def size(count: float) -> str:
 
 
 def versus_exact(row: Mapping[str, Any]) -> str:
-    """`identical`, a PSNR, or a dash where no exact run was made; of several slices, of those that were compared."""
+    """Return `identical`, a PSNR, or a dash without an exact run. Of several slices only those compared count."""
     if row["psnr_vs_exact_db"] is not None:
         return f"{row['psnr_vs_exact_db']:.1f} dB"
     return "identical" if row.get("exact_compared", True) else MISSING
@@ -51,11 +54,17 @@ def versus_exact(row: Mapping[str, Any]) -> str:
 def cells_of(
     row: Mapping[str, Any], jump: float | None, within: Sequence[float] | None = None, digits: int = 2
 ) -> dict[str, str]:
-    """What tables say of a row, by the page's headings; seconds in so many digits. jump: its `slice_jump`; within: the
-    range of intensities that its PSNR is of.
+    """Return the cells of a row, by the page's heads.
 
-    Of OF_SAMPLES a single sample's PSNR, and the coverage of intervals of 50 and 90 % where hidden regions have
-    calibrated them: others promise nothing. Uncertainty is half the width of those of 90 %."""
+    The coverage of 50 and 90 % intervals is shown only if hidden regions have calibrated them, as others promise
+    nothing. Uncertainty is half the width of the 90 % intervals.
+
+    Args:
+        row: a row of metrics.json, or several in one.
+        jump: its `slice_jump`; None if unknown.
+        within: the range of intensities that its PSNR refers to.
+        digits: digits of seconds after the point.
+    """
     shares = (row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90"))
     coverage = (MISSING if one is None else f"{100 * one:.0f} %" for one in shares)
     uncertainty = number(row.get("uncertainty"), 3)
@@ -74,28 +83,30 @@ def cells_of(
 
 
 def all_bytes(row: Mapping[str, Any]) -> str:
-    """Those that a row has sent over all links together."""
+    """Return the bytes that a row has sent over all links together, as text."""
     return MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
 
 
 def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Which part of the bytes was sent that all tokens as they are would have been, and which part of them attention
-    waited for; dashes where nothing travels."""
+    """Return which fractions of the bytes of all tokens unchanged were sent and were waited for, as text.
+
+    Both are dashes if nothing is sent.
+    """
     sent, whole, late = (sum((row.get(name) or {}).values()) for name in ("bytes", "bytes_whole", "bytes_late"))
     return (number(sent / whole, 3), number((sent - late) / whole, 3)) if whole else (MISSING, MISSING)
 
 
 def parted(name: str) -> tuple[str, int]:
-    """The stack a row belongs to, and its slice there: `scan` and 12 of `scan[12]`, `scan` and 0 of `scan`."""
+    """Return a row's stack and its slice there: `scan` and 12 for `scan[12]`, `scan` and 0 for `scan`."""
     base, number = re.findall(r"^(.*?)(?:\[(\d+)\])?$", name, re.DOTALL)[0]
     return base, int(number or 0)
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
-    """(stack, mask, number of slices, one row for each preset), in the order of `rows`.
+    """Return (stack, mask, number of slices, one row for each preset) for each group of rows, in the order of `rows`.
 
-    The rows of a stack's slices are taken together: quality is their mean, rank seconds and bytes their sum, seconds
-    that of the replica that took longest.
+    The rows of a stack's slices become one: quality is their mean, and rank seconds and bytes their sum. Seconds are
+    those of the replica that took longest.
     """
     found = []
     for (name, mask), of_mask in by_key(((parted(row["name"])[0], row["mask"]), row) for row in rows).items():
@@ -105,6 +116,7 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, in
 
 
 def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return one row for the rows of a stack's slices with one preset."""
     if len(rows) == 1:
         return rows[0]
     together = of_slices(rows)
@@ -117,11 +129,15 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) -> float:
-    """How long slices took together: replicas work at the same time, so the seconds of the one that took longest."""
+    """Return the time that slices took together, in seconds: replicas run in parallel, so the slowest one counts.
+
+    Args:
+        of_baseline: True for the baseline's seconds.
+    """
     total: dict[str, float] = defaultdict(float)
     for row in rows:
         of_replicas = row.get("replica_seconds") or {"0": row["seconds"]}
-        if of_baseline:  # made where a slice is judged: by its replica, or by the first where several worked on it
+        if of_baseline:  # made by the slice's replica, or by the first one if several worked on the slice
             replica = next(iter(of_replicas)) if len(of_replicas) == 1 else "0"
             of_replicas = {replica: row["baseline"]["seconds"]}
         for replica, seconds in of_replicas.items():
@@ -130,9 +146,10 @@ def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) 
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> str:
-    """The document of `metrics.json` as aligned text without a newline at its end. A stack is one line for each preset.
+    """Return the content of `metrics.json` as an aligned table, with a line for each preset of a stack.
 
-    Plain ASCII apart from the user's names: terminals of batch systems know little else.
+    There is no newline at its end. It is plain ASCII apart from the user's names, as terminals of batch systems may
+    show nothing else.
     """
     images, jumps, ranked = metrics["images"], jumps_of(metrics), has_rank_seconds(metrics)
     known = len(OF_SAMPLES) if any(row.get("intervals") for row in images) else 1
@@ -160,57 +177,59 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
 
 
 def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
-    """`slice_jump` by stack, mask and preset, of volumes whose truth is known."""
+    """Return `slice_jump` by stack, mask and preset, for volumes whose truth is known."""
     return {(one["name"], one["mask"], one["mode"]): one["slice_jump"] for one in metrics.get("jumps", ())}
 
 
 def ranges_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None], Sequence[float]]:
-    """The range of intensities by stack and mask."""
+    """Return the range of intensities by stack and mask."""
     return {(one["name"], one["mask"]): one["range"] for one in metrics.get("inputs", ())}
 
 
 def has_rank_seconds(metrics: Mapping[str, Any]) -> bool:
-    """Whether there are several ranks, whose seconds are another number than those on the clock."""
+    """Return True if there are several ranks, so that their added seconds differ from wall time."""
     return metrics["ranks"] > 1 and any("rank_seconds" in row for row in metrics["images"])
 
 
 def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The presets' rows of one image and mask and, as one more row, the biharmonic baseline if it was made."""
+    """Return the presets' rows of one image and mask, followed by the biharmonic baseline if it was made."""
     if rows[0].get("baseline") is None:
         return list(rows)
     return [*rows, {"mode": "biharmonic", **rows[0]["baseline"], **OF_BASELINE}]
 
 
 def text_table(lines: Sequence[Sequence[str]], align: str) -> str:
-    """Aligned text; a number (a column to the right) that is not there is `-`."""
+    """Return lines of cells as aligned text. In columns that are aligned right a missing value is `-`.
+
+    Args:
+        align: "<" or ">" for each column.
+    """
     pairs = [zip(line, align, strict=True) for line in lines]
     cells = [[text.replace(MISSING, "-") if to == ">" else text for text, to in line] for line in pairs]
     return "\n".join(aligned(cells, align))
 
 
-LONGEST_LIST = 12  # ranges of slices that are written out
+LONGEST_LIST = 12  # ranges of slices that are written out at most
+# head of the column of each link
 LINK_HEADS = {"sibling": "sibling", "plane": "plane", "node": "node", "cross_plane": "cross plane"}
-NOTHING = (MISSING, "0 B", "")
+NOTHING = (MISSING, "0 B", "")  # texts of cells that say nothing
 
 
 @dataclass
 class Series:
-    """Slices or images that share a slider. rows: those of each slice or image, by its number in the series.
+    """The slices or images that share a slider on the page."""
 
-    stack   its name, or None for single slices and generated images, which `names` names
-    all     the numbers of the stack's slices, those without masked voxels included
-    inputs  what `inputs` of metrics.json says of the stack, or of the single slices
-    """
-
-    stack: str | None
-    mask: str | None
-    all: range = range(0)
-    names: list[str] = field(default_factory=list)
+    stack: str | None  # name of the stack; None for single slices and generated images
+    mask: str | None  # name of the mask; None for generated images
+    all: range = range(0)  # numbers of the stack's slices, including those without masked voxels
+    names: list[str] = field(default_factory=list)  # names of single slices or generated images
+    # the rows of each slice or image, by its number in the series
     rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
+    # entries of `inputs` in metrics.json for the stack, or for the single slices
     inputs: list[Mapping[str, Any]] = field(default_factory=list)
 
     def number(self, name: str) -> int:
-        """The number in the series of the slice or image of that name."""
+        """Return the number in the series of the slice or image of that name."""
         return parted(name)[1] if self.stack is not None else self.names.index(name)
 
     @property
@@ -220,13 +239,19 @@ class Series:
 
     @property
     def modes(self) -> list[str]:
-        """The presets, and biharmonic where there is such a baseline."""
+        """The presets, and biharmonic if there is such a baseline."""
         modes = dict.fromkeys(row["mode"] for rows in self.rows.values() for row in with_baseline(rows))
         return sorted(modes, key=lambda mode: mode == "biharmonic")
 
 
 def key_of(name: str, mask: str | None, of_stacks: Mapping[str, range]) -> tuple[str | None, str | None]:
-    """Stack and mask of the series that a slice belongs to. of_stacks: the numbers of the slices of each stack."""
+    """Return the stack and the mask of the series that a row belongs to.
+
+    Args:
+        name: the row's name.
+        mask: its mask; None for a generated image.
+        of_stacks: for each stack the range of its slices' numbers.
+    """
     base, _ = parted(name)
     return (base if mask is not None and (base != name or len(of_stacks.get(name, ())) > 1) else None), mask
 
@@ -234,8 +259,13 @@ def key_of(name: str, mask: str | None, of_stacks: Mapping[str, range]) -> tuple
 def series_of(
     rows: Sequence[Mapping[str, Any]], of_stacks: Mapping[str, range], inputs: Sequence[Mapping[str, Any]] = ()
 ) -> dict[tuple[str | None, str | None], Series]:
-    """All series of a run in the order of `rows`. of_stacks: the numbers of the slices of each stack; inputs: of
-    metrics.json."""
+    """Return all series of a run by stack and mask, in the order of `rows`.
+
+    Args:
+        rows: of metrics.json.
+        of_stacks: for each stack the range of its slices' numbers.
+        inputs: of metrics.json.
+    """
     found: dict[tuple[str | None, str | None], Series] = {}
     for row in rows:
         key = key_of(row["name"], row["mask"], of_stacks)
@@ -253,7 +283,7 @@ def series_of(
 
 
 def numbers(series: Series) -> dict[str, Any]:
-    """What the page's script draws curves from: lists over the slices of the series, for each mode."""
+    """Return the numbers for the curves of the page's script: for each preset a list over the series' slices."""
     order, modes = sorted(series.rows), series.modes
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
@@ -267,7 +297,7 @@ def numbers(series: Series) -> dict[str, Any]:
             values = [by_mode[mode][key] if mode in by_mode else None for by_mode in found]
             if any(value is not None for value in values):
                 document[key][mode] = [None if value is None else round(value, digits) for value in values]
-    # Of the few slices that are compared: dB, or 0 for the same bits.
+    # For the few slices that are compared: dB, or 0 if all bits are equal.
     document["exact"] = {row["mode"]: {} for row in next(iter(series.rows.values()))}
     for one in order:
         for row in series.rows[one]:
@@ -277,7 +307,10 @@ def numbers(series: Series) -> dict[str, Any]:
 
 
 def remarks(series: Series) -> list[tuple[str, str]]:
-    """What was not restored, or not judged, and why: (how many slices and why, which)."""
+    """Return remarks on a series of restored slices: pairs of a sentence and the slices that it is about ("" for all).
+
+    They tell the range of intensities, and which slices were not restored, not judged or not compared, and why.
+    """
     if series.mask is None:
         return []
     thing = "slice" if series.stack is not None else "image"
@@ -307,7 +340,7 @@ def remarks(series: Series) -> list[tuple[str, str]]:
 
 
 def _intensities(one: Mapping[str, Any]) -> str:
-    """The range of an entry of `inputs`, and what lies beyond it."""
+    """Return a sentence on the range of intensities of an entry of `inputs`, and on the voxels beyond it."""
     (low, high), (lowest, highest), beyond = one["range"], one["extremes"], one["beyond"]
     told = f"The range of intensities is {low:.6g} to {high:.6g}"
     if not beyond:
@@ -317,11 +350,12 @@ def _intensities(one: Mapping[str, Any]) -> str:
 
 
 def _count(indices: Sequence[int], thing: str) -> str:
+    """Return a number of things in words."""
     return f"{len(indices)} {thing}{'' if len(indices) == 1 else 's'}"
 
 
 def _ranges(indices: Sequence[int], series: Series) -> str:
-    """`0-3, 7, 9-12`, or names."""
+    """Return slices as text, `0-3, 7, 9-12`, or the names of single ones."""
     names = series.names
     shown = spans(indices, to="–") if series.stack is not None else [names[index] for index in sorted(indices)]
     more = f" and {len(shown) - LONGEST_LIST} more" if len(shown) > LONGEST_LIST else ""
@@ -329,27 +363,30 @@ def _ranges(indices: Sequence[int], series: Series) -> str:
 
 
 class Cell(NamedTuple):
-    """note: in small letters."""
+    """A cell of a table."""
 
     text: str
-    note: str = ""
+    note: str = ""  # shown in small letters
 
 
 class Column(NamedTuple):
+    """A column of a table."""
+
     head: str
     cells: Sequence[str | Cell]
-    left: bool = False
+    left: bool = False  # True to align it left
 
 
 class Table(NamedTuple):
-    """columns: those that are shown, with a cell for each row; muted: which rows are faint."""
+    """A table of the page."""
 
-    label: str
-    columns: list[Column]
-    muted: list[bool]
+    label: str  # its heading
+    columns: list[Column]  # the columns that are shown, with a cell for each row
+    muted: list[bool]  # True for rows that are shown faint
 
     @classmethod
     def of(cls, label: str, columns: Sequence[Column], muted: Sequence[bool]) -> Table:
+        """Return a table without the columns whose cells are all empty."""
         shown = []
         for column in columns:
             cells = [Cell(one) if isinstance(one, str) else one for one in column.cells]
@@ -361,7 +398,14 @@ class Table(NamedTuple):
 def quality_table(
     label: str, rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, str], metrics: Mapping[str, Any]
 ) -> Table:
-    """The presets of each image or stack, then the baseline. rows: of metrics.json, those of one series."""
+    """Return the table of a series: the presets of each image or stack, then the baseline.
+
+    Args:
+        label: its heading.
+        rows: the series' rows of metrics.json.
+        prompts: for each image its prompt.
+        metrics: the content of metrics.json.
+    """
     tables, jumps, ranges = grouped(rows), jumps_of(metrics), ranges_of(metrics)
     images, told, cells = list[Cell](), list[Mapping[str, Any]](), list[dict[str, str]]()
     for name, mask, _, of_image in tables:
@@ -385,7 +429,7 @@ def quality_table(
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table | None:
-    """Means per mask and preset, only where they say more than the other tables: of two images or more."""
+    """Return the means for each mask and preset; None if no mean is of two images or more."""
     rows = [row | {"exact_compared": 0 < row["identical"] == row["compared"]} for row in metrics["summary"]["rows"]]
     rows += [row | OF_BASELINE | {"mode": row["method"]} for row in metrics["summary"]["baseline"]]
     if not any(row["n"] > 1 for row in rows):
@@ -403,8 +447,11 @@ def summary_table(metrics: Mapping[str, Any]) -> Table | None:
 
 
 def bound_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The settings that were tried for a bound on quality, of each mask or of all images. records: `quality` of
-    metrics.json."""
+    """Return the table of settings that were tried for a bound on quality, for each mask or for all images.
+
+    Args:
+        records: `quality` of metrics.json.
+    """
     rows = [
         {
             **record,
@@ -431,9 +478,10 @@ def bound_table(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _keeps(row: Mapping[str, Any]) -> str:
+    """Return in words whether a setting keeps the bound."""
     return "yes" if row["kept"] else "no" if row["below"] else f"not by {row['margin_db']:g} dB"
 
 
 def decibels(record: Mapping[str, Any], value: float | None) -> str:
-    """A figure of a bound on quality, in as many digits as what it is measured against has."""
+    """Return a figure of a bound on quality as text: one digit against the exact run, three against the truth."""
     return "identical" if value is None else f"{value:.{1 if record['against'] == 'exact' else 3}f} dB"

@@ -1,8 +1,8 @@
-"""A volume in the report: what its three views show, 8 bits a voxel, in a text of bounded size.
+"""Volumes in the report: what their three views show, 8 bits a voxel, in a text of bounded size.
 
-Embedded is the whole volume where it fits, else what lies around the mask, every second voxel of that, or what lies
-around one masked region: the first of these that fits. Voxels are picked, not averaged: an average would hide noise,
-and jumps between slices.
+The whole volume is embedded if it fits. Otherwise it is the part around the mask, every second voxel of that, or the
+part around one masked region: the first of these that fits. Voxels are picked and not averaged, as an average would
+hide noise and jumps between slices.
 """
 
 from __future__ import annotations
@@ -22,44 +22,41 @@ from cocodiff_eval.data.volume import Reader, Stack, start_of, unit_symbol
 from cocodiff_eval.report.pictures import base64_text, window
 
 VOLUME_BYTES = 3_000_000  # of all volumes of a page; 4 MB in base64
-VOXEL_BYTES = 1.125  # of a voxel and its bit of the mask; each layer has one more of a masked voxel
-CELLS = 128  # of a side of the grid on which masked regions are found before anything is embedded
+VOXEL_BYTES = 1.125  # of a voxel and its bit of the mask; each layer has one more for a masked voxel
+CELLS = 128  # most cells along a side of the grid on which masked regions are found before anything is embedded
 MARGIN = 8  # voxels around the mask
-MOST_REGIONS = 1000  # whose places the page knows, the largest
-Box = tuple[slice, ...]
+MOST_REGIONS = 1000  # number of the largest regions whose places the page has
+Box = tuple[slice, ...]  # the slices of indices of a box, [z, y, x]
 
 
 @dataclass(frozen=True)
 class ShownVolume:
-    """A volume [Z, Y, X] under a mask, read slice by slice along z, in the input's units.
-
-    truth        None where it is unknown; then nothing that lies under the mask is shown
-    grey         what was restored, and ends of intervals, by the name that the page shows
-    uncertainty  half the width of 90 % intervals, by the name that the page shows; infinite where it is unknown
-    """
+    """A volume [Z, Y, X] under a mask, read slice by slice along z, in the input's units."""
 
     stack: Stack
     mask: Mask
     scale: IntensityRange
-    truth: Stack | None
-    grey: Mapping[str, Reader]
+    truth: Stack | None  # None if unknown; then nothing under the mask is shown
+    grey: Mapping[str, Reader]  # what was restored, and ends of intervals, by the name that the page shows
+    # half the width of 90 % intervals, by the name that the page shows; infinite if unknown
     uncertainty: Mapping[str, Reader]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Every `step`-th voxel of a box of a volume. told: which these are, for the page to say; middle: the voxel that is
-    looked at first, as the part counts them."""
+    """The part of a volume that is embedded: every `step`-th voxel of a box."""
 
     box: Box
     step: int
-    told: str
-    middle: list[int]
+    told: str  # words for the page on which voxels these are
+    middle: list[int]  # indices in the part of the voxel that is shown first
 
 
 def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
-    """What the page's script reads of a volume; at most `room` bytes before base64, whatever the volume's size. In
-    memory are a slice of each file and what is embedded."""
+    """Return what the page's script reads of a volume, at most `room` bytes before base64.
+
+    Memory holds one slice of each file and what is embedded.
+    """
     part = _part(volume, room)
     numbers = range(part.box[0].start, part.box[0].stop, part.step)
     inside = tuple(slice(side.start, side.stop, part.step) for side in part.box[1:])
@@ -68,6 +65,7 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
     masked = [(index, mask_YX) for index, mask_YX in zip(numbers, mask_ZYX, strict=True) if mask_YX.any()]
 
     def under_mask(read: Reader) -> np.ndarray:
+        """Return the masked voxels of the part, slice after slice, float64."""
         found = [read(index)[inside][mask_YX].astype(np.float64) for index, mask_YX in masked]
         return np.concatenate([np.zeros(0), *found])
 
@@ -104,7 +102,7 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
 
 
 def _part(volume: ShownVolume, room: int) -> Part:
-    """The first part of a volume that fits."""
+    """Return the first part of a volume that fits in `room` bytes."""
     shape = volume.stack.shape
     step = [-(-side // CELLS) for side in shape]
     starts = [np.arange(0, side, by) for side, by in zip(shape, step, strict=True)]
@@ -128,7 +126,7 @@ def _part(volume: ShownVolume, room: int) -> Part:
         (whole, 1, "every voxel"),
     ):
         voxels = math.prod(-(-(side.stop - side.start) // apart) for side in larger)
-        masked = int(cells_ZYX.sum()) * math.prod(-(-by // apart) for by in step)  # no more of these are masked
+        masked = int(cells_ZYX.sum()) * math.prod(-(-by // apart) for by in step)  # at most so many are masked
         if VOXEL_BYTES * voxels + layers * min(masked, voxels) <= room:
             box, every, told = larger, apart, of_larger
     at = [min(a - side.start, side.stop - side.start - 1) // every for a, side in zip(middle, box, strict=True)]
@@ -136,7 +134,7 @@ def _part(volume: ShownVolume, room: int) -> Part:
 
 
 def _around(middle: Sequence[int], shape: Sequence[int], voxels: float) -> Box:
-    """The box of at most so many voxels around one voxel, of equal sides where the volume has room for them."""
+    """Return a box of at most `voxels` voxels around one voxel, with equal sides if the volume is large enough."""
     box: dict[int, slice] = {}
     for left, axis in enumerate(sorted(range(3), key=lambda axis: shape[axis])):
         side = max(1, min(shape[axis], int(voxels ** (1 / (3 - left)) + 1e-9)))
@@ -147,8 +145,10 @@ def _around(middle: Sequence[int], shape: Sequence[int], voxels: float) -> Box:
 
 
 def _regions(mask_ZYX: np.ndarray) -> tuple[list[Box], list[int]]:
-    """The connected regions of a mask as boxes, from the largest to the smallest, and the voxel in the middle of the
-    one of median size; of an empty mask that in the middle of all."""
+    """Return a mask's connected regions as boxes, the largest first, and the middle voxel of the median one.
+
+    For an empty mask it is the voxel in the middle of the volume.
+    """
     from scipy import ndimage
 
     labels_ZYX, count = ndimage.label(mask_ZYX)
@@ -164,4 +164,5 @@ def _regions(mask_ZYX: np.ndarray) -> tuple[list[Box], list[int]]:
 
 
 def _packed(values: np.ndarray) -> str:
+    """Return values as base64 of their gzip."""
     return base64_text(gzip.compress(values.tobytes(), 9, mtime=0))

@@ -1,1 +1,1 @@
-"""A slice restored by a pipeline, coarse to fine, and by methods without a model."""
+"""The restoration of a slice, by a pipeline from coarse to fine, and by methods without a model."""

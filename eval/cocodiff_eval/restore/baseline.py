@@ -1,7 +1,7 @@
-"""Restoring without a model: biharmonic inpainting, the number every restoration is compared with, and in volumes
-lines along an axis, Laplace's equation, biharmonic continuation and total variation, which hidden regions judge.
+"""Methods without a model: biharmonic inpainting, with which every restoration is compared, and methods for volumes.
 
-All take normalised images and never read the voxels under the mask.
+Those for volumes are lines along an axis, Laplace's equation, biharmonic continuation and total variation. Hidden
+regions judge them. All take normalised images and never read the voxels under the mask.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from cocodiff_eval.data.intensity import downsample, fill_from_outside, upsample
 from cocodiff_eval.data.volume import Triple
 
-# One sparse system per hole. 320 x 320 voxels take 4 s on one core; time and memory then grow faster than the hole, and
-# a biharmonic surface is so smooth that larger holes lose nothing visible when solved at half the resolution.
+# Each hole is one sparse system. 320 x 320 voxels take 4 s on one core, and time and memory grow faster than the hole.
+# Biharmonic surfaces are so smooth that larger holes lose nothing visible when they are solved at half the resolution.
 LARGEST_HOLE = 400 * 400
 
 
 def biharmonic(image01_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
-    """Restore the masked voxels of a normalised slice by scikit-image's `inpaint_biharmonic`; float64 [Y, X].
+    """Return a normalised slice whose masked voxels are restored by scikit-image's `inpaint_biharmonic`; float64 [Y,
+    X].
 
-    Voxels under the mask are never read (NaN is fine there). Slices whose largest connected hole has more than
-    400 x 400 voxels are solved on a grid coarser by 2 (repeatedly if needed) and interpolated back.
-    Outside the mask the result equals the input.
+    Voxels under the mask are never read, and may be NaN. Known voxels are unchanged. While the largest connected hole
+    has more than 400 x 400 voxels, the resolution is halved, and the result is interpolated back.
     """
     known01_YX = np.where(mask_YX, 0.0, image01_YX).astype(np.float64)
     if not mask_YX.any():
@@ -34,7 +34,7 @@ def biharmonic(image01_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
 
 
 def _solve(known_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
-    """mask_YX: with at least one voxel."""
+    """Return a slice whose masked voxels are restored. At least one voxel must be masked."""
     from scipy import ndimage
     from skimage.restoration import inpaint_biharmonic
 
@@ -47,18 +47,20 @@ def _solve(known_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
     return upsample(solved, (known_YX.shape[0], known_YX.shape[1]))
 
 
-CELL, REACH = 64, 32  # voxels of a side that are solved at once, and so many more around them
-SMALL = 2**21  # voxels of a volume whose cells have twice that side, so that most are solved in one piece
-WHOLE = 2**40  # a reach that takes in all of an axis
-TV_ROUNDS, TV_EDGE = 12, 0.01  # of the reweighting; the difference below which squares are minimised
-Window = tuple[slice, slice, slice]
+CELL, REACH = 64, 32  # voxels: side of the cells that are solved at once, and width of the window around them
+SMALL = 2**21  # voxels; smaller volumes have cells of twice that side, so that most are solved in one piece
+WHOLE = 2**40  # a reach in voxels that includes the whole axis
+TV_ROUNDS, TV_EDGE = 12, 0.01  # rounds of reweighting; the difference below which squares are minimised
+Window = tuple[slice, slice, slice]  # a part of a volume, [Z, Y, X]
+# a function of an image and its mask that returns the restored image
 Solver = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
-    """Interpolate masked voxels between the nearest known ones before and after them along an axis; float64.
+    """Return an image with masked voxels interpolated linearly along an axis between the nearest known ones; float64.
 
-    Beyond the last known voxel its value is taken; a line without known voxels becomes NaN. Any number of dimensions.
+    Beyond the last known voxel its value is repeated. A line without known voxels becomes NaN. The image may have any
+    number of dimensions.
     """
     known, hidden = np.moveaxis(np.where(mask, 0.0, image01), axis, 0), np.moveaxis(mask, axis, 0)
     count = len(known)
@@ -75,9 +77,9 @@ def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
 def laplace(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = None) -> np.ndarray:
     """Return the harmonic continuation into the mask, by conjugate gradients; float64 of the image's shape.
 
-    Each masked voxel becomes the mean of its neighbours along `axes` (None: all), with no gradient across the borders
-    of the array. Voxels that no known one can be reached from along these axes get the mean of all known ones. At least
-    one voxel must be known. Any number of dimensions.
+    Each masked voxel becomes the mean of its neighbours along `axes` (None for all), with no gradient across the
+    array's borders. Voxels that have no path to a known one along these axes get the mean of all known ones. At least
+    one voxel must be known. The image may have any number of dimensions.
     """
     known = np.where(mask, 0.0, image01).astype(np.float64)
     if mask.any():
@@ -90,9 +92,9 @@ def laplace(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = 
 def smooth_continuation(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = None) -> np.ndarray:
     """Return the biharmonic continuation into the mask, by conjugate gradients; float64 of the image's shape.
 
-    The sum of the squared Laplacians along `axes` (None: all) of the voxels in and beside the mask becomes smallest. It
-    is what scikit-image's `inpaint_biharmonic` solves directly, in a small part of its time. Planes along `axes` that
-    are masked wholly become NaN. Any number of dimensions.
+    It minimises the sum of squared Laplacians along `axes` (None for all) of the voxels in and beside the mask.
+    scikit-image's `inpaint_biharmonic` solves the same problem directly, and takes far longer. Planes along `axes` that
+    are masked wholly become NaN. The image may have any number of dimensions.
     """
     from scipy.ndimage import binary_dilation
 
@@ -106,8 +108,10 @@ def smooth_continuation(image01: np.ndarray, mask: np.ndarray, axes: Sequence[in
 
 
 def differences(near: np.ndarray, axes: Sequence[int] | None = None) -> Any:
-    """Return the differences of neighbours along `axes` (None: all) of which one is True in `near`: a sparse matrix
-    [pairs, N] of all N voxels."""
+    """Return a sparse matrix [pairs, N] that maps N voxels to the differences of neighbours.
+
+    It has a row for each pair of neighbours along `axes` (None for all) of which at least one is True in `near`.
+    """
     from scipy.sparse import csr_matrix
 
     index, near_N, pairs = np.arange(near.size).reshape(near.shape), near.ravel(), [np.zeros((2, 0), int)]
@@ -121,13 +125,21 @@ def differences(near: np.ndarray, axes: Sequence[int] | None = None) -> Any:
 
 
 def laplacian(rows: np.ndarray, axes: Sequence[int] | None = None) -> Any:
-    """Return the graph Laplacian's rows of the voxels where `rows` is True, a sparse matrix [R, N] of all N voxels."""
+    """Return the graph Laplacian's rows for the voxels where `rows` is True, a sparse matrix [R, N] for N voxels."""
     apart_EN = differences(rows, axes)
     return (apart_EN.T @ apart_EN).tocsr()[rows.ravel()]
 
 
 def _solved(matrix_PP: Any, right_P: np.ndarray, start_P: np.ndarray, tolerance: float, most: int) -> np.ndarray:
-    """Solve a symmetric system by conjugate gradients with the diagonal as preconditioner."""
+    """Return the solution of a symmetric system by conjugate gradients, with the diagonal as preconditioner.
+
+    Args:
+        matrix_PP: the sparse matrix.
+        right_P: the right side.
+        start_P: the first guess.
+        tolerance: relative residual at which it ends.
+        most: largest number of iterations.
+    """
     from scipy.sparse import diags
     from scipy.sparse.linalg import cg
 
@@ -137,8 +149,10 @@ def _solved(matrix_PP: Any, right_P: np.ndarray, start_P: np.ndarray, tolerance:
 
 
 def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the continuation into the mask with the least sum of absolute differences of neighbours, by reweighted
-    least squares; float64 of the image's shape. Any number of dimensions."""
+    """Return the continuation into the mask with the least sum of absolute differences of neighbours; float64.
+
+    It is found by reweighted least squares. The image may have any number of dimensions.
+    """
     from scipy.sparse import diags
 
     restored = laplace(image01, mask)
@@ -155,10 +169,10 @@ def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 class Method(NamedTuple):
-    """A method without a model, and how many voxels around some its window has along z, y and x."""
+    """A method without a model."""
 
-    solve: Solver
-    reach: Triple
+    solve: Solver  # restores the image of a window
+    reach: Triple  # voxels that its window extends beyond the voxels to restore, along z, y and x
 
 
 AROUND = (REACH, REACH, REACH)
@@ -175,18 +189,23 @@ METHODS = {
 
 
 def side_of_cells(shape: Triple) -> int:
-    """Return how many voxels a side are solved at once in a volume [Z, Y, X]."""
+    """Return the side, in voxels, of the cells in which a volume [Z, Y, X] is solved."""
     return CELL if np.prod(shape) > SMALL else 2 * CELL
 
 
 def in_cells(
     method: Method, read: Callable[[Window], tuple[np.ndarray, np.ndarray]], shape: Triple, points_P3: np.ndarray
 ) -> np.ndarray:
-    """Return what a method makes of some voxels of a volume [Z, Y, X], float64 [P]; NaN where it restores nothing.
+    """Return what a method restores at some voxels of a volume [Z, Y, X], float64 [P]; NaN for nothing.
 
-    Cells that hold some of them are solved one by one, with the voxels around that the method reaches, or more where
-    none of these is known: memory does not grow with the volume. read: the normalised image and the mask of a window.
-    points_P3: indices.
+    Cells that hold some of the voxels are solved one by one, so that memory does not grow with the volume. The window
+    of a cell includes the voxels around it that the method reaches, or more if none of these is known.
+
+    Args:
+        method: the method.
+        read: gives the normalised image and the mask of a window.
+        shape: [Z, Y, X].
+        points_P3: indices of the voxels, [z, y, x] each.
     """
     found_P = np.full(len(points_P3), np.nan)
     cells_P3 = points_P3 // side_of_cells(shape)

@@ -1,9 +1,8 @@
-"""Restoring with a pipeline that only generates, whatever its model: after each step what is known takes its place in
-the latents, at that step's noise level.
+"""Inpainting with any pipeline that only generates: after each step, known latents replace the generated ones.
 
-The pipeline stays as it is. What is replaced for the time of a call is the scheduler's `step`, and its schedule, whose
-first part a strength below 1 leaves away. Nor has anybody to say how a pipeline lays out its latents (packed, in
-patches, normalised by channel): `LatentLayout.asked` finds it by decoding.
+They are put at the noise level of that step. The pipeline itself is not changed. During a call only the scheduler's
+`step` and its schedule are replaced, of which a strength below 1 leaves out the first part. Pipelines lay out their
+latents in different ways (packed, in patches, normalised by channel). `LatentLayout.asked` finds that out by decoding.
 """
 
 from __future__ import annotations
@@ -26,43 +25,50 @@ from cocodiff.config.errors import UserError
 from cocodiff.models import experts_of
 from cocodiff.models.checks import replace
 
-DIGIT = 16  # places are told in digits to this base, which the rounding of bf16 leaves whole
+DIGIT = 16  # base of the digits that encode places in latents; bf16 holds such digits exactly
 
 
 class _Decoded(Exception):
-    """What a pipeline gives its VAE, which ends its call."""
+    """An exception that carries what a pipeline gives to its VAE, and ends the pipeline's call."""
 
 
 class _Output(tuple[Any, ...]):
-    """What a transformer returns, by either of the ways in which pipelines take it."""
+    """The output of a transformer or scheduler, which pipelines read as a tuple or by the attribute `sample`."""
 
     sample = property(itemgetter(0))
 
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """How the latents of a pipeline lie in its VAE's: number n of an image's latents, in the order of memory, is
-    `place_N[n]` there, and there is `x * scale_N[n] + shift_N[n]`.
+    """The correspondence of a pipeline's latents to those of its VAE.
 
-    latents, of_vae: the shape of both without the batch: [C, H, W] of the VAE, [C, F, H, W] of one for videos.
+    Number n of an image's latents, in the order of memory, is number `place_N[n]` of the VAE's. A value x there is `x *
+    scale_N[n] + shift_N[n]` at the VAE.
     """
 
-    latents: tuple[int, ...]
-    of_vae: tuple[int, ...]
-    place_N: Tensor
-    scale_N: Tensor
-    shift_N: Tensor
+    latents: tuple[int, ...]  # shape of the pipeline's latents, without the batch
+    of_vae: tuple[int, ...]  # shape of the VAE's latents without the batch: [C, H, W], or [C, F, H, W] for videos
+    place_N: Tensor  # for each of the pipeline's latents its number at the VAE
+    scale_N: Tensor  # factor from the pipeline's value to the VAE's
+    shift_N: Tensor  # summand of the same
 
     @classmethod
     def asked(cls, pipe: Any, call: Callable[[], Any]) -> LatentLayout:
-        """Of a pipeline, which `call` runs for one image in one step. No transformer is run, nothing is decoded.
+        """Find the layout of a pipeline by running it with known latents. No transformer is run, and nothing is
+        decoded.
 
-        Raises UserError for a pipeline whose latents do not lie one by one in its VAE's."""
+        Raise UserError if the VAE's latents are not the pipeline's one by one.
+
+        Args:
+            pipe: the pipeline.
+            call: runs it for one image in one step.
+        """
         shape, before = _decoded_from(pipe, call, torch.zeros_like)
         size = math.prod(shape)
         shift_N = before.flatten()
 
         def seen(values_N: Tensor) -> Tensor:
+            """Return what the VAE gets for certain values of the latents."""
             return _decoded_from(pipe, call, lambda x: values_N.to(x).view(x.shape))[1].flatten()
 
         scale_N = (seen(torch.full((size,), float(DIGIT))) - shift_N) / DIGIT
@@ -84,25 +90,32 @@ class LatentLayout:
         return cls(shape, tuple(before.shape[1:]), place_N, scale_N[place_N], shift_N[place_N])
 
     def taken(self, vae_B: Tensor) -> Tensor:
-        """The pipeline's latents of the VAE's; float32 [B, *latents]."""
+        """Return the pipeline's latents for those of the VAE; float32 [B, *latents]."""
         placed_BN = self.placed(vae_B.float()).flatten(1)
         return ((placed_BN - self.shift_N.to(vae_B.device)) / self.scale_N.to(vae_B.device)).unflatten(1, self.latents)
 
     def placed(self, vae_B: Tensor) -> Tensor:
-        """Whatever there is for each of the VAE's latents, for each of the pipeline's: [B, *latents]."""
+        """Return values for each of the VAE's latents in the pipeline's order, [B, *latents]."""
         return vae_B.flatten(1)[:, self.place_N.to(vae_B.device)].unflatten(1, self.latents)
 
     @torch.no_grad()
     def known(self, vae: Any, images_BFHW: Tensor, hidden_BFHW: Tensor) -> tuple[Tensor, Tensor]:
-        """Of grey images in [0, 1] and what is hidden of them, 1 or 0, the latents, and which are hidden: those that
-        a hidden pixel lies in. F is 1 but for videos."""
+        """Return the latents of grey images, and which of them are hidden, both [B, *latents].
+
+        A latent is hidden if a hidden pixel lies in it.
+
+        Args:
+            vae: the pipeline's VAE.
+            images_BFHW: in [0, 1]; F is 1 except for videos.
+            hidden_BFHW: 1 for hidden pixels, else 0.
+        """
         weight = next(chain(vae.parameters(), vae.buffers()))
         pixels = (2 * images_BFHW - 1)[:, None].expand(-1, 3, -1, -1, -1).to(weight.device, weight.dtype)
         frames, *sides = self.of_vae[1:] if len(self.of_vae) == 4 else (1, *self.of_vae[1:])
         encoded = vae.encode(pixels if len(self.of_vae) == 4 else pixels[:, :, 0])
         latents_B = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latents
         assert latents_B.shape[1:] == self.of_vae, f"the VAE encodes {[*latents_B.shape]}, and decodes {self.of_vae}"
-        # A video's first latent frame is of one frame, the others of as many each.
+        # A video's first latent frame holds one frame, and each other latent frame `each` frames.
         each = (images_BFHW.shape[1] - 1) // max(1, frames - 1)
         hidden_BFHW = torch.cat([hidden_BFHW[:, :1].expand(-1, max(0, each - 1), -1, -1), hidden_BFHW], dim=1)
         hidden_BFHW = hidden_BFHW.to(weight.device).float()
@@ -111,19 +124,27 @@ class LatentLayout:
 
 
 def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor]:
-    """The shape of a pipeline's latents, and what it gives its VAE, float32 on the CPU, where `latents` of what a step
-    takes are what it leaves."""
+    """Return the shape of a pipeline's latents, and what it gives its VAE, float32 on the CPU.
+
+    Args:
+        pipe: the pipeline.
+        call: runs it.
+        latents: gives the latents that a step returns, for those that it gets.
+    """
     shapes: list[tuple[int, ...]] = []
 
     def still(*args: Any, **kwargs: Any) -> _Output:
+        """Return zeros of the shape of a transformer's latents, in its place."""
         sample = kwargs.get("hidden_states", args[0] if args else next(iter(kwargs.values()), None))
         return _Output([tree_map(torch.zeros_like, sample)])
 
     def step(_: Any, __: Any, sample: Tensor, *args: Any, **kwargs: Any) -> _Output:
+        """Note the shape of the latents, and return those of `latents`, in the scheduler's place."""
         shapes.append(tuple(sample.shape[1:]))
         return _Output([latents(sample)])
 
     def decode(vae_B: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Raise `_Decoded` with what the VAE gets, in the VAE's place."""
         raise _Decoded(vae_B)
 
     with ExitStack() as undo:
@@ -140,24 +161,32 @@ def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor]
 
 @contextmanager
 def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, generators: list[Any]) -> Iterator[None]:
-    """Inside, a call of the pipeline keeps known latents, and leaves the first `start` steps of its schedule away: it
-    begins with the known latents, noised as they are there.
+    """Within the context, let calls of a pipeline keep known latents and leave out the first `start` steps.
 
-    known: by `LatentLayout.known`, of as many images as the call makes, each with a generator. fresh: see `renoised`.
+    A call begins with the known latents, noised to the level at which it starts.
+
+    Args:
+        pipe: the pipeline.
+        known: as of `LatentLayout.known`, for as many images as the call makes.
+        start: number of steps of the schedule that are left out.
+        fresh: see `renoised`.
+        generators: the random generator of each image.
     """
     scheduler, (known_B, hidden_B), ran = pipe.scheduler, known, 0
     own_prepare, own_set, own_step = pipe.prepare_latents, scheduler.set_timesteps, scheduler.step
-    first: Tensor | None = None  # the latents that the call begins with, as the pipeline has drawn them
+    first: Tensor | None = None  # the random latents that the pipeline begins with
     scheduled = False
 
     def begin() -> None:
-        # Pipelines differ in whether they draw latents or ask for the schedule first.
+        """Replace the first latents by noised known ones, once both the latents and the schedule are there."""
+        # Some pipelines sample latents before they ask for the schedule, others after it.
         if first is not None and scheduled and start:
             image, noise = level_of(scheduler, ran)
             first.copy_(image * known_B + noise * first.float() / float(getattr(scheduler, "init_noise_sigma", 1.0)))
 
     @functools.wraps(own_prepare)
     def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        """Prepare latents as the pipeline does, and remember them."""
         nonlocal first
         prepared = own_prepare(*args, **kwargs)
         first = prepared[0] if isinstance(prepared, tuple) else prepared
@@ -166,6 +195,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
     @functools.wraps(own_set)
     def set_timesteps(*args: Any, **kwargs: Any) -> None:
+        """Set the schedule as the scheduler does, without its first `start` steps."""
         nonlocal scheduled
         own_set(*args, **kwargs)
         scheduler.timesteps = scheduler.timesteps[start:]
@@ -176,12 +206,13 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
     @functools.wraps(own_step)
     def step(output: Tensor, time: Any, sample: Tensor, *args: Any, **kwargs: Any) -> _Output:
+        """Step as the scheduler does, then put known latents in place of the generated ones."""
         nonlocal ran
         before = level_of(scheduler, ran)
         made = own_step(output.float(), time, sample.float(), *args, **kwargs)
         made_B = made[0] if isinstance(made, tuple) else made.prev_sample
         ran += 1
-        # What schedulers keep of earlier steps belongs to a path that what is known has left.
+        # Schedulers' memory of earlier steps is invalid, since known latents have been replaced since.
         for name, none in (("last_sample", None), ("lower_order_nums", 0)):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, none)
@@ -196,12 +227,12 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
         yield
 
 
-Level = tuple[float, float]  # how much of image and noise latents hold
-State = tuple[Tensor, Level]  # latents, and where they are
+Level = tuple[float, float]  # factors of image and of noise in latents
+State = tuple[Tensor, Level]  # latents and their level
 
 
 def level_of(scheduler: Any, ran: int) -> Level:
-    """Where a scheduler is after so many steps of its schedule."""
+    """Return the level of a scheduler's latents after `ran` steps of its schedule."""
     if ran >= len(scheduler.timesteps):
         return 1.0, 0.0
     times, one, none = scheduler.timesteps[ran].reshape(1).cpu(), torch.ones(1), torch.zeros(1)
@@ -211,13 +242,22 @@ def level_of(scheduler: Any, ran: int) -> Level:
 
 
 def renoised(before: State, after: State, known_B: Tensor, hidden_B: Tensor, fresh: float, drawn_B: Tensor) -> Tensor:
-    """What a step of the first order leaves, where what is known is put in the image that it predicts, and the share
-    `fresh` of its noise is drawn anew: both parts have the same noise, and so fit each other.
+    """Return the latents after a step of first order, with known latents in the image that the step predicts.
 
-    With fresh 0 noise is what the model predicts. What 1 does in each step pulls samples to the mean of what is
-    possible (docs/inpainting.md has figures)."""
+    The share `fresh` of the predicted noise is replaced by new noise. Both parts of the latents have the same noise,
+    and so fit each other. With `fresh` 0 all noise is what the model predicts. With 1 samples are pulled to the mean of
+    what is possible (docs/inpainting.md has figures).
+
+    Args:
+        before: latents before the step, and their level.
+        after: latents after the step, and their level.
+        known_B: the known latents.
+        hidden_B: True for hidden latents.
+        fresh: share of new noise, 0 to 1.
+        drawn_B: the new noise.
+    """
     (before_B, (a, b)), (after_B, (c, d)) = before, after
-    if d == 0:  # near hidden pixels the known latents are of what these were filled with
+    if d == 0:  # last step: near hidden pixels the known latents encode the fill, so they are not put in
         return after_B
     image_B, noise_B = (d * before_B - b * after_B) / (a * d - b * c), (a * after_B - c * before_B) / (a * d - b * c)
     noise_B = math.sqrt(1 - fresh**2) * noise_B + fresh * drawn_B

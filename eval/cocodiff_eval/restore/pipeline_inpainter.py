@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from cocodiff_eval.restore.known_regions import LatentLayout
 
 
-SMALL_MODEL = 256  # pixels on a side
+SMALL_MODEL = 256  # pixels of a side; models up to this size restore thin images as they are
 
 
 def schedule_at(steps: int, strength: float) -> tuple[int, float]:
-    """`(num_inference_steps, strength)` with which a diffusers pipeline runs `steps_at(steps, strength)` steps.
+    """Return `num_inference_steps` and `strength` with which a diffusers pipeline runs `steps_at(steps, strength)`
+    steps.
 
-    Flow-matching pipelines drop int(n - n x strength) of n steps. Half a step less than k / n is in the middle of the
-    values that leave k, so no rounding of the product can add or lose one.
+    Flow-matching pipelines drop int(n - n x strength) of n steps. To leave k steps, (k - 1/2) / n is returned. It is in
+    the middle of the values that do so, so rounding of the product cannot add or remove a step.
     """
     if strength >= 1:
         return steps, 1.0
@@ -37,34 +38,30 @@ def schedule_at(steps: int, strength: float) -> tuple[int, float]:
 
 @dataclass(eq=False)
 class PipelineInpainter:
-    """Restores batches of grey images with a diffusers pipeline: one that takes `image`, `mask_image` and `strength`,
-    or one that generates images or videos, in which what is known is kept (`known_regions.py`).
+    """An `Inpainter` that restores batches of grey images with a diffusers pipeline, which is left as it was.
 
-    pipe       e.g. StableDiffusion3InpaintPipeline, sharded or not; it is left as it was found
-    arguments  called with the batch size: the call's further arguments, those of the prompt (embeddings, or `prompt=`
-               lists) and of guidance, by the names that the pipeline has for them
-    steps      denoising steps that run at strength 1
-    seed       with a tile's noise key it seeds that tile's own CPU generator, the same on every rank; and with the
-               first tile's of a batch torch's global generators, which schedulers that add noise at each step draw from
-    on_step    called after each denoising step with the number of images, or of slices, in the call
-    side       pixels of an image's side; by default the pipeline's own
-    frames     of a video at most; 1 for a pipeline that makes images
-    fresh      share of each step's noise that is drawn anew, where known latents are kept
+    The pipeline takes `image`, `mask_image` and `strength`. Or it generates images or videos, and known latents are
+    kept (`known_regions.py`).
     """
 
-    pipe: Any
+    pipe: Any  # e.g. StableDiffusion3InpaintPipeline, on one rank or many
+    # Gives the call's further arguments for a batch size, by the pipeline's names: those of the prompt (embeddings, or
+    # `prompt=` lists) and of guidance.
     arguments: Callable[[int], dict[str, Any]]
-    steps: int
+    steps: int  # denoising steps that run at strength 1
+    # With a tile's noise key it seeds the tile's own CPU generator, the same on every rank. With the key of a batch's
+    # first tile it seeds torch's global generators, which some schedulers use.
     seed: int
-    on_step: Callable[[int], None] = lambda slices: None
-    side: int | None = None
-    frames: int = 1
-    fresh: float = 1.0
+    on_step: Callable[[int], None] = lambda slices: None  # called after each step with the call's number of slices
+    side: int | None = None  # side of images in pixels; None for the pipeline's own
+    frames: int = 1  # most frames of a video; 1 for a pipeline that makes images
+    fresh: float = 1.0  # share of each step's noise that is new, if known latents are kept
 
     def __post_init__(self) -> None:
+        """Read from the pipeline what sizes it takes, and whether it inpaints itself and makes videos."""
         self.multiple, native = side_multiple(self.pipe), self.side or own_size(self.pipe)
         self.native_size = native - native % self.multiple
-        # Small models were seen to do better on thin images as they are than on reflections around them.
+        # In trials, small models did better on thin images as they are than on images padded by reflection.
         self.thin = self.native_size <= SMALL_MODEL
         takes = inspect.signature(type(self.pipe).__call__).parameters
         self.keeps, self.makes_video = "mask_image" in takes, "num_frames" in takes
@@ -72,14 +69,23 @@ class PipelineInpainter:
         self._layouts: dict[tuple[int, ...], LatentLayout] = {}
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
-        """Restore a batch; float32 [B, H, W], of videos [B, F, H, W], in [0, 1], on the CPU. NaN is a UserError."""
+        """Return restored images of a batch; float32 [B, H, W], or [B, F, H, W] for videos, in [0, 1], on the CPU.
+
+        Raise UserError for NaN in the result, and if a video has another number of frames than was asked for.
+
+        Args:
+            images_BHW: in [0, 1], [B, H, W] or [B, F, H, W].
+            masks_BHW: 1 where to restore.
+            strength: noise level to start from, in (0, 1].
+            noise_keys: a number for each image, see `seed`.
+        """
         import torch
 
         images_BFHW, masks_BFHW = (x if x.ndim == 4 else x[:, None] for x in (images_BHW, masks_BHW))
         batch, frames, *_ = images_BFHW.shape
         expected = steps_at(self.steps, strength)
         total = schedule_at(self.steps, strength)[0]
-        if self.makes_video:  # of as many frames as its latents have: the last ones are the last one again
+        if self.makes_video:  # the last frame is repeated until the latents' frames are full
             more = -(frames - 1) % frames_of_latents(self.pipe)
             images_BFHW, masks_BFHW = (
                 torch.cat([x, x[:, -1:].expand(-1, more, -1, -1)], dim=1) for x in (images_BFHW, masks_BFHW)
@@ -107,7 +113,11 @@ class PipelineInpainter:
     def _known(
         self, images_BFHW: Tensor, masks_BFHW: Tensor, strength: float, start: int, generators: list[Any]
     ) -> tuple[dict[str, Any], AbstractContextManager[None]]:
-        """What a call takes for what is known, and what it runs in. start: steps that are left away."""
+        """Return the arguments with which a call gets the known voxels, and the context that it runs in.
+
+        Args:
+            start: number of steps that are left out.
+        """
         _, frames, height, width = images_BFHW.shape
         given: dict[str, Any] = {"height": height, "width": width}
         if self.makes_video:
@@ -127,17 +137,24 @@ class PipelineInpainter:
         return given, keeping(self.pipe, known, start, self.fresh, generators)
 
     def _generators(self, noise_keys: Sequence[int]) -> list[Any]:
-        """A generator of its own for each image, so that the noise of a tile doesn't depend on the batch it is in."""
+        """Return a generator for each image, so that the noise of a tile does not depend on the batch it is in."""
         import torch
 
-        # An odd multiplier keeps (seed, key) pairs apart and mixes both; 2^63 is the largest seed torch takes.
+        # Odd multipliers mix seed and key and keep pairs of them distinct. Seeds of torch are below 2^63.
         seeds = [(self.seed * 0x9E3779B1 + key * 0x85EBCA6B + 1) % 2**63 for key in noise_keys]
         return [torch.Generator("cpu").manual_seed(one) for one in seeds]
 
 
 def made_by(pipe: Any, seed: int, advance: Callable[[], None], /, **given: Any) -> tuple[Any, int]:
-    """Calls a pipeline, without a bar of its own. Returns its images or frames, and how many denoising steps ran, after
-    each of which it calls `advance`. seed: as of `drawing_from`. Latents of NaN are a UserError."""
+    """Call a pipeline without its own progress bar. Return its images or frames, and the number of steps that ran.
+
+    Raise UserError if latents are NaN.
+
+    Args:
+        seed: see `drawing_from`.
+        advance: called after each step.
+        given: the call's arguments.
+    """
     ran = 0
 
     def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -154,26 +171,29 @@ def made_by(pipe: Any, seed: int, advance: Callable[[], None], /, **given: Any) 
 
 
 def own_size(pipe: Any) -> int:
-    """The side in pixels of the images that a pipeline is made for; 1024 where it does not say."""
+    """Return the side in pixels of the images that a pipeline is made for; 1024 if it does not say."""
     return int(pipe.default_sample_size) * int(pipe.vae_scale_factor) if hasattr(pipe, "default_sample_size") else 1024
 
 
 def side_multiple(pipe: Any) -> int:
-    """What image sides are multiples of: the autoencoder's factor times the transformer's patch (2 where packed)."""
+    """Return the number that image sides must be multiples of: the autoencoder's factor times the transformer's patch.
+
+    The patch is taken as 2 for a pipeline that packs its latents, which has no `patch_size`.
+    """
     patch = getattr(pipe, "patch_size", None) or 2
     named = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
     return next((int(getattr(pipe, name)) for name in named if hasattr(pipe, name)), 8) * int(patch)
 
 
 def frames_of_latents(pipe: Any) -> int:
-    """Frames that a video's latent frame stands for, but for the first, which is one by itself."""
+    """Return the number of frames in a latent frame of a video. The first latent frame always holds one frame."""
     named = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
     return next((int(getattr(pipe, name)) for name in named if hasattr(pipe, name)), 4)
 
 
 @contextlib.contextmanager
 def silent(pipe: Any) -> Iterator[None]:
-    """The pipeline without its own progress bar, which cannot know of tiles and levels; put back afterwards."""
+    """Within the context, turn off the pipeline's own progress bar, which knows nothing of tiles and levels."""
     before = getattr(pipe, "_progress_bar_config", None)
     pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
     try:
@@ -187,8 +207,10 @@ def silent(pipe: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Whatever draws from torch's global generators inside draws the same for the same seed, as a scheduler does that
-    adds noise at each step: on every rank, and in every mode that is compared. Their states are put back afterwards."""
+    """Within the context, seed torch's global generators, so that schedulers that use them add the same noise.
+
+    It is the same on every rank, and in every preset that is compared. The generators' states are restored afterwards.
+    """
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -199,9 +221,9 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 
 def check_finite(pipe: Any, values: Tensor) -> None:
-    """Raises UserError where a pipeline's latents or images are NaN or Inf, naming weights that are, if any.
+    """Raise UserError if a pipeline's latents or images are NaN or Inf. It names a weight that is, if there is one.
 
-    On a device it waits for `values`; the weights are looked at only when something is wrong.
+    On a device it waits for `values`. Weights are read only if something is wrong.
     """
     import torch
 

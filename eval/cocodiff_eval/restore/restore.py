@@ -1,4 +1,4 @@
-"""Restoring slices with an inpainting model of fixed size: runs the plan of `tiling.py`, coarse to fine."""
+"""The restoration of slices by an inpainting model of fixed size, coarse to fine, by the plan of `tiling.py`."""
 
 from __future__ import annotations
 
@@ -15,45 +15,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-PASS_KEYS = 1 << 20  # noise keys of a pass of tiles; a level has two passes
+PASS_KEYS = 1 << 20  # number of noise keys for a pass of tiles; a level has two passes
 
 
 class Inpainter(Protocol):
-    """A model that restores the masked part of square images of one size, or of videos of them.
+    """A model that restores the masked part of square images of one size, or of videos of them."""
 
-    frames       of a video at most; 1 of a model that makes images
-    native_size  side of the images in voxels, e.g. 96 or 1024; a multiple of `multiple`
-    multiple     sides must be multiples of this, e.g. 8 or 16
-    thin         whether it restores images that are thinner than its own size as well as others
-    """
-
-    frames: int
-    native_size: int
-    multiple: int
-    thin: bool
+    frames: int  # most frames of a video; 1 for a model that makes images
+    native_size: int  # side of the images in voxels, e.g. 96 or 1024; a multiple of `multiple`
+    multiple: int  # sides of images must be multiples of this, e.g. 8 or 16
+    thin: bool  # True if it restores thinner images than its own size as well as others
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
-        """float32 [0, 1] in and out, of videos [B, F, H, W]; masks are 1 where to restore. Equal keys draw equal noise,
-        whatever the batch; keys that differ in their lower 32 bits draw different noise."""
+        """Return the restored images, float32 in [0, 1] like the given ones.
+
+        Equal keys give equal noise in any batch. Keys that differ in their lower 32 bits give different noise.
+
+        Args:
+            images_BHW: float32 in [0, 1], [B, H, W], or [B, F, H, W] for videos.
+            masks_BHW: 1 where to restore.
+            strength: noise level to start from, in (0, 1].
+            noise_keys: a number for each image or video.
+        """
 
 
 class Request(NamedTuple):
-    """A call of the model that a slice needs next: tiles [Y, X] of one strength, a noise key each. Of the slices of a
-    video each asks for the same tiles."""
+    """The tiles of a slice, [Y, X] each, that the model must restore next. Slices of a video ask for the same."""
 
-    images: list[np.ndarray]
-    hidden: list[np.ndarray]
-    strength: float
-    keys: Sequence[int]
+    images: list[np.ndarray]  # the tiles
+    hidden: list[np.ndarray]  # for each tile, True for voxels to restore
+    strength: float  # noise level to start from
+    keys: Sequence[int]  # the noise key of each tile
 
 
-Video = tuple[int, ...]  # the numbers of the slices that are its frames
-Limits = tuple[float, float]  # of restored voxels, normalised
-Restoration = Generator[Request, np.ndarray, np.ndarray]  # takes what the model made of each request; float64 [B, Y, X]
+Video = tuple[int, ...]  # numbers of the slices that are its frames
+Limits = tuple[float, float]  # smallest and largest value of restored voxels, normalised
+# A generator of requests. It is sent the model's output for each, float64 [B, Y, X], and returns the restored slice.
+Restoration = Generator[Request, np.ndarray, np.ndarray]
 
 
 def plan_slice(mask_YX: np.ndarray, inpainter: Inpainter, batch: int, strength: float = 1.0) -> RestorationPlan:
-    """The plan that `restore_slices` runs for each slice; `tile_steps(steps)` is for progress bars."""
+    """Return the plan that `restore_slices` runs for each slice. Its `tile_steps(steps)` is for progress bars."""
     multiple = inpainter.multiple if inpainter.thin else None
     return plan_restoration(mask_YX, inpainter.native_size, batch, strength, multiple)
 
@@ -68,18 +70,23 @@ def restore_slices(
     samples: Sequence[int] | None = None,
     limits: Limits = (0.0, 1.0),
 ) -> list[np.ndarray]:
-    """Restore the masked voxels of slices of any size, with tiles of all of them in one call of the model; float32
-    [Y, X] each, outside the mask equal to the image.
+    """Return slices of any size with their masked voxels restored; float32 [Y, X] each. Known voxels equal the image's.
 
-    images_YX: float32 [Y, X] in [0, 1], already filled under the mask (`prepare_slice`): what lies there is not read.
-    masks_YX: boolean [Y, X], True where to restore. batch: tiles a model call; it changes speed and memory, not the
-    noise. strength: as of `plan_restoration`.
-    A model of videos takes slices of the same sample for frames, in the order given: they have one plan, that of all
+    Tiles of several slices share a call of the model. In each round the call has the next tiles of the first unfinished
+    slice. Tiles of the slices after it are added if they run at the same strength, up to `batch` tiles. So the calls
+    depend on masks and `batch` only.
+
+    A model of videos takes slices of the same sample for frames, in the given order. These share one plan, made for all
     their masks together.
-    In each round the first slice that is not done and those after it whose next tiles run at the same strength share
-    a call, as long as it has at most `batch` tiles. So the calls depend on masks and `batch` alone.
-    samples: a number for each, 0 unless given; the same slice under another number gets other noise.
-    limits: restored voxels stay between these (`IntensityRange.limits01`).
+
+    Args:
+        images_YX: float32 [Y, X] in [0, 1], filled under the mask (`prepare_slice`), which is not read.
+        masks_YX: boolean [Y, X], True where to restore.
+        inpainter: the model.
+        batch: most tiles in a call of the model. It changes speed and memory, not the noise.
+        strength: see `plan_restoration`.
+        samples: for each slice the number of its sample, which selects the noise; 0 if not given.
+        limits: restored voxels are clipped to these (`IntensityRange.limits01`).
     """
     numbers, samples = range(len(images_YX)), samples or [0] * len(images_YX)
     videos: list[Video] = [(number,) for number in numbers]
@@ -96,7 +103,7 @@ def restore_slices(
     waiting: dict[int, Request] = {}
 
     def proceed(number: int, outputs: np.ndarray | None) -> None:
-        """Gives a slice what it has asked for, or None at its start, up to its next request."""
+        """Give a slice the output of its request, or None to start it, and note its next request or its result."""
         try:
             waiting[number] = next(started[number]) if outputs is None else started[number].send(outputs)
         except StopIteration as end:
@@ -116,7 +123,7 @@ def restore_slices(
 
 
 def _sharing_a_call(waiting: dict[int, Request], batch: int, videos: Sequence[Video]) -> list[Video]:
-    """The slices whose requests make the next call, those of a video together."""
+    """Return the videos whose requests make the next call of the model."""
     order = [video for video in videos if video[0] in waiting]
     strength, shape = waiting[order[0][0]].strength, waiting[order[0][0]].images[0].shape
     together, tiles = order[:1], len(waiting[order[0][0]].images)
@@ -130,10 +137,10 @@ def _sharing_a_call(waiting: dict[int, Request], batch: int, videos: Sequence[Vi
 
 
 def sample_keys(sample: int) -> int:
-    """What is added to the noise keys of sample 0 to get those of another, up to number 1023.
+    """Return the number that is added to the noise keys of sample 0 to get those of another sample, 0 to 1023.
 
-    torch's generator on the CPU reads no more than the lower 32 bits of a seed, so the keys of all samples have to
-    differ there: tiles number bits 0 to 15 and passes bits 20 to 25, and the sample's ten bits take the other ones.
+    torch's CPU generator reads only the lower 32 bits of a seed, so the keys of all samples have to differ there. Tiles
+    use bits 0 to 15 and passes bits 20 to 25. The sample's ten bits take the other ones.
     """
     assert 0 <= sample < 1024, sample
     return ((sample & 63) << 26) | ((sample >> 6) << 16)
@@ -142,7 +149,11 @@ def sample_keys(sample: int) -> int:
 def _restoration(
     image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan | None, sample: int, limits: Limits
 ) -> Restoration:
-    """One slice, request by request. plan: of its mask, or of a whole video's; None where nothing is masked."""
+    """Restore one slice, request by request. The generator returns the slice, float32 [Y, X].
+
+    Args:
+        plan: of the slice's mask, or of a whole video's masks; None if nothing is masked.
+    """
     if plan is None:
         return image_YX.astype(np.float32)
     known = _known_pyramid(image_YX, mask_YX, plan)
@@ -162,15 +173,18 @@ def _restoration(
 def _known_pyramid(
     image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The slice on every level of the plan, holes filled from their surroundings on that level, float64 [Y, X], and
-    which voxels are mostly unknown: of the plan's those of this slice."""
+    """Return, for each level of the plan, the slice with filled holes, float64 [Y, X], and its mostly unknown voxels.
+
+    Holes are filled from their surroundings on that level. Of the plan's unknown voxels only this slice's own are
+    returned.
+    """
     image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
     weight = (~mask_YX).astype(np.float64)
     found = []
     for level in plan.levels:
         if level.exponent > 0:
             image, weight = downsample(image, weight)
-        # Where the whole level is hidden (a hole as large as the slice), the smallest trace of known voxels must do.
+        # If the whole level is hidden (a hole as large as the slice), any share of known voxels makes a voxel known.
         unknown_YX = level.mask_YX & (weight < 0.5)
         hidden = unknown_YX if not unknown_YX.all() else weight == 0
         found.append((fill_from_outside(image, hidden | (weight == 0)), unknown_YX))
@@ -178,10 +192,15 @@ def _known_pyramid(
 
 
 def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, key: int) -> Restoration:
-    """Run a pass on the level's image [Y, X], and blend what its tiles restored into it where the slice is unknown.
-    key: of the noise of its first tile."""
+    """Restore a pass of tiles on the level's image [Y, X]. The generator returns the image with them blended in.
+
+    Only unknown voxels of the slice change.
+
+    Args:
+        key: noise key of the first tile.
+    """
     padding = level.padding
-    # Reflection shows a small slice to the model at its native size without inventing an edge.
+    # A small slice is padded by reflection to the model's native size, so that no edge is added.
     image_padded = np.pad(image, padding, mode="symmetric")
     hidden_padded = np.pad(tile_pass.hidden_YX & unknown_YX, padding, mode="symmetric")
     labels_padded = np.pad(np.where(unknown_YX, level.labels_YX, 0), padding)  # reflections are never written
@@ -202,7 +221,11 @@ def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass
 
 
 def _call(inpainter: Inpainter, videos: Sequence[Sequence[Request]]) -> np.ndarray:
-    """One call of the model on the tiles of all requests, those of a video's frames together; float64 [B, F, Y, X]."""
+    """Return the model's output for the tiles of all requests in one call; float64 [B, F, Y, X].
+
+    Args:
+        videos: for each video the requests of its frames.
+    """
     import torch
 
     images = np.stack([tile for one in videos for tile in zip(*(frame.images for frame in one), strict=True)])
@@ -217,10 +240,10 @@ def _call(inpainter: Inpainter, videos: Sequence[Sequence[Request]]) -> np.ndarr
 
 
 def match_surroundings(output: np.ndarray, image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Shift a model's output [Y, X] so that it meets the known voxels without a seam.
+    """Return a model's output [Y, X], shifted so that it meets the known voxels without a seam.
 
-    Autoencoders return known voxels slightly off. That error, smoothed over 4 x 4 voxels so as not to copy grain, is
-    continued smoothly into the hidden voxels and subtracted there.
+    Autoencoders return known voxels slightly changed. That error is smoothed over 4 x 4 voxels, so as not to copy
+    grain. It is then continued smoothly into the hidden voxels and subtracted there.
     """
     if hidden.all():
         return output

@@ -1,9 +1,8 @@
-"""The tiles that a model restores, their resolutions and their order: pure data, made from the mask alone.
+"""The plan of tiles that a model restores, with their resolutions and order. It is made from the mask alone.
 
-A model sees one native tile. A hole deeper than a tile has no context there, so holes are restored coarse to fine.
-A hole starts at the finest level of a factor-2 pyramid where it fits well inside a tile (or is thin everywhere, as a
-scratch is): there it is restored from noise. On each finer level it is refined from the enlarged result by overlapping
-tiles.
+A model sees one native tile. In a hole deeper than a tile it has no context, so holes are restored from coarse to fine.
+A hole starts at the finest level of a factor-2 pyramid on which it fits well inside a tile, or is thin everywhere, as a
+scratch is. There it is restored from noise. On each finer level overlapping tiles refine the enlarged result.
 """
 
 from __future__ import annotations
@@ -18,33 +17,33 @@ import numpy as np
 
 from cocodiff_eval.data.intensity import downsample
 
-# A tile that reaches the mask only with a smaller weight is left out: every voxel has another with at least a quarter.
+# A tile whose weight in the mask is smaller is left out. Every voxel has another tile with a weight of at least .25.
 FAINT = 0.02
 # Lengths as fractions of the model's native size.
 HOLE_LIMIT = 0.5  # longest side of a hole that one tile restores from noise
-DEPTH_LIMIT = 0.125  # a larger hole is also restored so where no voxel is farther than this from known ones
-OVERLAP = 0.25  # of neighbouring tiles; the blend takes the middle half of it
+DEPTH_LIMIT = 0.125  # a larger hole is restored from noise too if no voxel is farther than this from known ones
+OVERLAP = 0.25  # overlap of neighbouring tiles, which are blended in the middle half of it
 REFINE_STRENGTH = 0.2  # noise level from which finer levels are refined; 1 would forget the coarser result
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One window of a padded level. `holes`: the labels it writes; `blend`: with neighbours, in a grid."""
+    """One window of a padded level."""
 
-    row: int
-    column: int
-    holes: tuple[int, ...]
-    blend: bool
+    row: int  # first row in the padded level
+    column: int  # first column in the padded level
+    holes: tuple[int, ...]  # labels of the holes that the tile restores
+    blend: bool  # True for a tile of a grid, which is blended with its neighbours
 
 
 @dataclass(frozen=True)
 class TilePass:
-    """Tiles of one level that run at one strength. `hidden_YX`: what the model must restore; it sees the rest."""
+    """The tiles of one level that run at one strength."""
 
-    strength: float
-    hidden_YX: np.ndarray
+    strength: float  # noise level to start from
+    hidden_YX: np.ndarray  # what the model must restore; all else is its context
     tiles: tuple[Tile, ...]
-    batch: int
+    batch: int  # most tiles in a call of the model
 
     @property
     def batches(self) -> tuple[tuple[Tile, ...], ...]:
@@ -54,13 +53,10 @@ class TilePass:
 
 @dataclass(frozen=True)
 class _Holes:
-    """The connected holes of one level as arrays over holes [K]: a mask of dust has a hundred thousand of them.
+    """The connected holes of one level as arrays over K holes. A mask of dust has a hundred thousand of them."""
 
-    boxes_K4: top, left, bottom, right.
-    """
-
-    labels_K: np.ndarray
-    boxes_K4: np.ndarray
+    labels_K: np.ndarray  # number of each hole in the level's labels
+    boxes_K4: np.ndarray  # top, left, bottom and right of each
 
     @cached_property
     def sides_K(self) -> np.ndarray:
@@ -68,57 +64,49 @@ class _Holes:
         return (self.boxes_K4[:, 2:] - self.boxes_K4[:, :2]).max(axis=1, initial=0)
 
     def only(self, chosen_K: np.ndarray) -> _Holes:
-        """Some of the holes, by index or by a boolean for each."""
+        """Return some of the holes, chosen by index or by a boolean for each."""
         return _Holes(self.labels_K[chosen_K], self.boxes_K4[chosen_K])
 
 
 @dataclass(frozen=True)
 class Level:
-    """The mask at one resolution: exponent 0 is the slice itself, each next one has half as many rows and columns.
+    """The mask at one resolution. Exponent 0 is the slice itself; each next level has half as many rows and columns."""
 
-    shape       [Y, X] of the level
-    native      the model's own side, which lengths are fractions of
-    tile        rows and columns of a tile
-    mask_YX     voxels that are mostly unknown
-    labels_YX   the number of the hole each belongs to, 0 outside the mask
-    passes      of tiles that are restored on it, once they are planned
-    """
-
-    exponent: int
-    shape: tuple[int, int]
-    native: int
-    tile: tuple[int, int]
-    mask_YX: np.ndarray
-    labels_YX: np.ndarray
-    passes: tuple[TilePass, ...] = ()
+    exponent: int  # number of times that the resolution is halved
+    shape: tuple[int, int]  # [Y, X]
+    native: int  # the model's own side, of which lengths are fractions
+    tile: tuple[int, int]  # rows and columns of a tile
+    mask_YX: np.ndarray  # voxels that are mostly unknown
+    labels_YX: np.ndarray  # number of the hole that each voxel belongs to, 0 outside the mask
+    passes: tuple[TilePass, ...] = ()  # passes of tiles on this level, once they are planned
 
     @property
     def padded(self) -> tuple[int, int]:
-        """[Y, X] after padding to at least one tile."""
+        """The shape [Y, X] after padding to at least one tile."""
         return (max(self.shape[0], self.tile[0]), max(self.shape[1], self.tile[1]))
 
     @property
     def offset(self) -> tuple[int, int]:
-        """Where the level begins in the padded one."""
+        """The row and column at which the level begins in the padded one."""
         return ((self.padded[0] - self.shape[0]) // 2, (self.padded[1] - self.shape[1]) // 2)
 
     @property
     def padding(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """How far the level is padded before and after each axis, as `numpy.pad` takes it."""
+        """The padding before and after each axis, as `numpy.pad` takes it."""
         (top, left), (below, right) = self.offset, np.subtract(self.padded, self.shape).tolist()
         return ((top, below - top), (left, right - left))
 
     @property
     def overlap(self) -> int:
-        """Of neighbouring tiles, in voxels."""
+        """The overlap of neighbouring tiles, in voxels."""
         return max(4, round(self.native * OVERLAP))
 
     def box(self, tile: Tile) -> tuple[slice, slice]:
-        """Where a tile lies in the padded level."""
+        """Return the rows and columns of a tile in the padded level."""
         return slice(tile.row, tile.row + self.tile[0]), slice(tile.column, tile.column + self.tile[1])
 
     def weights(self, tile: Tile) -> np.ndarray:
-        """For blending a tile, float64 of its shape; all 1 for a tile that has its holes to itself."""
+        """Return the blending weights of a tile, float64 of its shape; all 1 for a tile that is not blended."""
         if not tile.blend:
             return np.ones(self.tile)
         starts = zip((tile.row, tile.column), self.padded, self.tile, strict=True)
@@ -126,6 +114,7 @@ class Level:
 
     @cached_property
     def holes(self) -> _Holes:
+        """The holes of this level."""
         from scipy import ndimage
 
         boxes: list[Any] = ndimage.find_objects(self.labels_YX)
@@ -136,7 +125,7 @@ class Level:
 
     @cached_property
     def depth(self) -> np.ndarray:
-        """For each label the distance of its hole's innermost voxel from a known one, [labels + 1]."""
+        """The distance of the innermost voxel of each hole from a known one, by label, [labels + 1]."""
         from scipy import ndimage
 
         if self.mask_YX.all():
@@ -148,26 +137,32 @@ class Level:
 
 @dataclass(frozen=True)
 class RestorationPlan:
-    """All levels of one slice, finest first; they run from the last to the first."""
+    """The levels of one slice, finest first. They run from the last to the first."""
 
     levels: tuple[Level, ...]
 
     def tile_steps(self, steps: int) -> int:
-        """Denoising steps of all tiles of the slice together when a run at strength 1 takes `steps`."""
+        """Return the denoising steps of all tiles of the slice together, for a run that takes `steps` at strength 1."""
         return sum(len(one.tiles) * steps_at(steps, one.strength) for level in self.levels for one in level.passes)
 
 
 def steps_at(steps: int, strength: float) -> int:
-    """Denoising steps that really run at `strength` when strength 1 runs `steps`: at least one."""
+    """Return the number of denoising steps at `strength` if strength 1 takes `steps`; at least one."""
     return steps if strength >= 1 else min(steps, max(1, round(steps * strength)))
 
 
 def plan_restoration(
     mask_YX: np.ndarray, native: int, batch: int, strength: float = 1.0, multiple: int | None = None
 ) -> RestorationPlan:
-    """Plan one slice for a model of `native` x `native` voxels and at most `batch` tiles a call. strength: noise level
-    from which a hole is first restored; below 1 the fill from around it shines through. multiple: tiles of a thinner
-    slice are as thin as this number's multiples allow; else they are square."""
+    """Plan the tiles of one slice.
+
+    Args:
+        mask_YX: True where to restore.
+        native: side of the model's images in voxels.
+        batch: most tiles in a call of the model.
+        strength: noise level from which a hole is first restored. Below 1 the fill from around it shows through.
+        multiple: sides of tiles are multiples of this, so that a thin slice has thin tiles; None for square tiles.
+    """
     tile = (native, native)
     if multiple is not None:
         rows, columns = (min(native, -(-side // multiple) * multiple) for side in mask_YX.shape)
@@ -177,7 +172,7 @@ def plan_restoration(
 
 
 def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> Iterator[Level]:
-    """The mask and its numbered holes on every level, until the whole slice fits a tile."""
+    """Yield the mask and its numbered holes on every level, until the whole slice fits a tile."""
     from scipy import ndimage
 
     labels_YX, _ = ndimage.label(mask_YX, structure=np.ones((3, 3)))
@@ -189,7 +184,7 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> Iterator[
         rows, columns = known_YX.shape
         even = np.pad(labels_YX, [(0, side % 2) for side in finer.shape])
         labels_YX = even.reshape(rows, 2, columns, 2).max(axis=(1, 3))
-        # A sample can be mostly unknown though its own four are not: it then belongs to a neighbouring hole.
+        # A voxel can be mostly unknown although none of its own four is masked. It then belongs to a neighbouring hole.
         labels_YX = np.where(labels_YX > 0, labels_YX, ndimage.grey_dilation(labels_YX, size=(3, 3)))
         coarse_mask_YX = (known_YX < 0.5) & (labels_YX > 0)
         labels = np.where(coarse_mask_YX, labels_YX, 0)
@@ -198,8 +193,10 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> Iterator[
 
 
 def _searched(grids: Iterator[Level]) -> tuple[list[Level], np.ndarray]:
-    """The levels that are needed, and for each label the one on which its hole is restored from noise, [labels + 1]:
-    the finest where the hole fits, or the last on which it exists."""
+    """Return the levels that are needed, and by label the level that restores each hole from noise, [labels + 1].
+
+    That is the finest level on which the hole fits, or the last one on which it exists.
+    """
     finest = next(grids)
     starts = np.zeros(int(finest.labels_YX.max()) + 1, dtype=np.int64)
     levels, searching = list[Level](), np.ones(len(starts), dtype=bool)
@@ -217,15 +214,16 @@ def _searched(grids: Iterator[Level]) -> tuple[list[Level], np.ndarray]:
 
 
 def _level(grid: Level, starts: np.ndarray, batch: int, strength: float) -> Level:
+    """Return a level with its passes: holes that start on it are restored from noise, then the others are refined."""
     labels_K = grid.holes.labels_K
     older_K = labels_K[starts[labels_K] > grid.exponent]
     fresh = grid.holes.only(starts[labels_K] == grid.exponent)
     passes = []
     if len(fresh.labels_K):
-        # Holes of other levels are not known yet at this resolution, so the model may not take them for context.
+        # Holes of other levels are not restored at this resolution yet, so they are hidden from the model too.
         passes.append(TilePass(strength, grid.mask_YX, _tiles_from_noise(grid, fresh), batch))
     if len(older_K):
-        # Whatever is not being refined is by now as good as it gets here, and serves as context.
+        # All other voxels are final on this level by now, and serve as context.
         hidden_YX = np.isin(grid.labels_YX, older_K)
         tiles = tuple(_grid_tiles(grid, older_K))
         passes.append(TilePass(min(REFINE_STRENGTH, strength), hidden_YX, tiles, batch))
@@ -233,7 +231,7 @@ def _level(grid: Level, starts: np.ndarray, batch: int, strength: float) -> Leve
 
 
 def _tiles_from_noise(grid: Level, fresh: _Holes) -> tuple[Tile, ...]:
-    """A tile around each hole that fits one, shared with the holes near it; a grid over the long and thin."""
+    """Return a tile around each hole that fits one, shared with the holes near it, and grids over longer holes."""
     if grid.padded == grid.tile:
         return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
     limit = HOLE_LIMIT * grid.native
@@ -244,7 +242,7 @@ def _tiles_from_noise(grid: Level, fresh: _Holes) -> tuple[Tile, ...]:
     while len(waiting.labels_K):
         together_K = _company(waiting, grid, margin)
         group = waiting.only(together_K)
-        # They lie in its middle, as far as it stays inside the padded level.
+        # The group lies in the tile's middle, as far as the tile stays inside the padded level.
         ends = group.boxes_K4[:, :2].min(axis=0) + group.boxes_K4[:, 2:].max(axis=0)
         start = (ends - grid.tile) // 2 + grid.offset
         row, column = np.clip(start, 0, np.subtract(grid.padded, grid.tile)).tolist()
@@ -257,9 +255,10 @@ def _tiles_from_noise(grid: Level, fresh: _Holes) -> tuple[Tile, ...]:
 
 
 def _company(waiting: _Holes, grid: Level, margin: int) -> np.ndarray:
-    """Which holes share a tile with the first one (the topmost) and have `margin` of context there; boolean [K].
+    """Return which holes share a tile with the first one, the topmost, boolean [K].
 
-    The first one lies at the window's upper margin; of three places to the left and right the fullest is taken.
+    All have at least `margin` of context in the tile. The first hole lies at the tile's upper margin. Of three
+    positions from left to right, the one with the most holes is taken.
     """
     inner = grid.native - 2 * margin
     top, left, _, right = waiting.boxes_K4[0].tolist()
@@ -273,7 +272,7 @@ def _company(waiting: _Holes, grid: Level, margin: int) -> np.ndarray:
 
 
 def axis_starts(length: int, native: int, overlap: int) -> tuple[int, ...]:
-    """Starts of windows of `native` that cover `length` evenly with at least `overlap` in common."""
+    """Return the starts of windows of length `native` that cover `length` evenly and overlap by at least `overlap`."""
     if length <= native:
         return (0,)
     count = -(-(length - native) // (native - overlap)) + 1
@@ -281,8 +280,11 @@ def axis_starts(length: int, native: int, overlap: int) -> tuple[int, ...]:
 
 
 def axis_window(start: int, length: int, native: int, overlap: int) -> np.ndarray:
-    """Blending weights of a window along one axis: 0 in the outer quarter of the overlap, a smooth ramp over its middle
-    half, 1 inside. No ramp where the window ends with the image. float64 [native]."""
+    """Return the blending weights of a window along one axis, float64 [native].
+
+    They are 0 in the outer quarter of the overlap, rise smoothly over its middle half, and are 1 inside. A window that
+    ends with the image has no ramp there.
+    """
     inward = np.clip((np.arange(native) + 0.5 - overlap / 4) / (overlap / 2), 0.0, 1.0)
     ramp = inward * inward * (3 - 2 * inward)
     window = np.ones(native)
@@ -294,7 +296,7 @@ def axis_window(start: int, length: int, native: int, overlap: int) -> np.ndarra
 
 
 def _grid_tiles(grid: Level, labels_K: np.ndarray) -> Iterator[Tile]:
-    """Tiles of an even grid that write at least one voxel of the given labels, row by row."""
+    """Yield the tiles of an even grid that write at least one voxel of the given labels, row by row."""
     wanted_YX = np.pad(np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0), grid.padding)
     along = (axis_starts(length, side, grid.overlap) for length, side in zip(grid.padded, grid.tile, strict=True))
     for row, column in product(*along):
