@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -17,11 +18,12 @@ import tiny_pipelines
 import torch
 from cocodiff_eval.harness.images import has_encoder, save_frames, shown_frames
 from killed_runs import results
-from launching import assert_succeeded
+from launching import assert_succeeded, with_options
 from PIL import Image
 from warm import Started, forked
 from words import words
 
+from cocodiff.cli.main import main
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.partition import image_tokens
 from cocodiff.jobs.pipelines import Request
@@ -134,6 +136,17 @@ def test_results_have_the_promised_names_and_the_report_shows_frames(made: Path)
     assert "Generated videos" in page and "four of a video's 5 frames" in page
     assert "1 of 1 videos" in (made / "two-said").read_text()
     assert ("without an MP4" in (made / "two-said").read_text()) != has_encoder()
+
+
+def test_a_first_frame_is_not_replaced_by_the_video_made_of_it(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made / "clip", out)
+    image = out / "images" / "image_tapa.tif"
+    given = with_options(run_of(made, "clip", out), "--image", str(image), "--overwrite")
+    assert main(given) == 2
+    assert f"{image} is among the results" in capsys.readouterr().err and image.exists()
 
 
 def test_a_picture_shows_frames_from_the_first_to_the_last() -> None:

@@ -107,6 +107,9 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
     for option in ("--input", "--mask"):
         assert train(scan, results, "--overwrite", option, results / "training.json") == 2
         assert "training.json is among the results" in capsys.readouterr().err and (results / WEIGHTS).exists()
+    restored = ["inpaint", "--input", str(scan / "scan.tif"), "--model", str(results), "--out", str(results)]
+    assert main([*restored, "--overwrite"]) == 2
+    assert f"{results} is among the results" in capsys.readouterr().err and (results / WEIGHTS).exists()
 
 
 def test_the_average_of_the_least_held_out_loss_is_kept_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

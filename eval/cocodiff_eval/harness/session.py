@@ -79,6 +79,7 @@ class Prepared:
         topology_of(values["machine"], ranks)
         check_model(request, 1, weights=not values["dry_run"])
         output = OutputFolder(values["out"], values["overwrite"], values["resume"])
+        output.keep_apart([request.model, *filter(None, [request.image])])
         return cls(values, ranks, request, presets, output, started, quality=quality)
 
     def partitioned(self, **work: Any) -> Prepared:
