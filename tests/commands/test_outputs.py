@@ -326,6 +326,25 @@ def test_every_batch_is_claimed_once_and_damaged_files_are_not_whole(tmp_path: P
     assert store.claim(store.open_claims(), 0)
 
 
+def test_a_unit_is_done_when_all_of_it_is_on_the_disk(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.begin({}, [1], 1, "slices", overwrite=False)
+    seen: list[set[int]] = []
+
+    def making() -> Iterator[tuple[str, Any]]:
+        yield "first", np.arange(9)
+        seen.append(store.finished())
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        yield "second", np.ones(9)
+
+    with pytest.raises(KeyboardInterrupt):
+        store.add(0, making())
+    assert store.finished() == set() and store.kept() is None
+    store.add(0, making())
+    assert seen == [set()] * 2 and store.is_whole(0) and store.open(0)["second"].sum() == 9
+
+
 def test_finished_batches_without_a_record_of_their_settings_are_not_gone_on_with(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     kept(out)
