@@ -42,6 +42,7 @@ class Restored:
     """A restored volume, [Z, Y, X] or [Y, X] as it was given.
 
     mean                the restoration, in the volume's dtype, outside the mask its very voxels
+    mask                True for what was restored, of the volume's shape; with `grow` and `invert`
     spread              standard deviation of the samples, float32, in the volume's units, which is no error, as
                         samples are too much alike; None for a single one
     low_90, high_90     ends of the intervals that hold 90 % of the truth, by hidden regions of this volume, or of each
@@ -52,6 +53,7 @@ class Restored:
     """
 
     mean: np.ndarray
+    mask: np.ndarray
     spread: np.ndarray | None
     low_90: np.ndarray | None
     high_90: np.ndarray | None
@@ -107,7 +109,7 @@ def restore(
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
         words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
         _run(job, words, out, progress)
-        restored = _read(out, preset)
+        restored = _read(folder, preset)
     for line in restored.metrics["inputs"][0]["remarks"]:
         warnings.warn(f"restore: {line.replace('--', '')}", stacklevel=2)
     return restored
@@ -224,9 +226,11 @@ def _error(code: int, text: str, folder: Path) -> Exception:
     return lost or failed
 
 
-def _read(out: Path, preset: str) -> Restored:
+def _read(folder: Path, preset: str) -> Restored:
+    """Return the results in the folder of a finished job."""
     import numpy as np
 
+    out = folder / "out"
     images, stem = out / "images", f"volume_mask_{preset}"
 
     def of(ending: str) -> Any:
@@ -239,5 +243,8 @@ def _read(out: Path, preset: str) -> Restored:
     said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
-    low, high = (of("_low_90"), of("_high_90")) if tested else (None, None)
-    return Restored(of(""), of("_spread"), low, high, samples, said[0] if said else None, metrics)
+    changed, mean = images / "volume_mask_mask.npy", of("")
+    mask = np.broadcast_to(np.load(changed if changed.is_file() else folder / "mask.npy") != 0, mean.shape)
+    ends = (of("_low_90"), of("_high_90")) if tested else ()
+    low, high = (np.where(mask, end, mean) for end in ends) if ends else (None, None)  # files have 0 outside the mask
+    return Restored(mean, mask, of("_spread"), low, high, samples, said[0] if said else None, metrics)

@@ -79,6 +79,7 @@ def test_a_mask_that_is_too_small_is_told_and_grown() -> None:
         found = cocodiff.restore(volume, ~mask, samples=1, grow=1, invert=True, **{**QUICK, "steps": "auto"})
     assert (small.metrics["config"]["steps"], found.metrics["config"]["steps"]) == (2, 10)
     assert (found.mean < 30000)[hole].all() and (found.mean == volume)[~hole].all()
+    assert (small.mask == mask).all() and (found.mask == hole).all()
 
 
 @pytest.mark.full

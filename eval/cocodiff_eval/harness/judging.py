@@ -20,7 +20,7 @@ from cocodiff_eval.data.slices import save_preview_png
 from cocodiff_eval.data.volume import Progress
 from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
-from cocodiff_eval.harness.tasks import BOUNDS, ResultFile, Task, kept_samples, slice_name, spread_of
+from cocodiff_eval.harness.tasks import BOUNDS, SPREAD, ResultFile, Task, kept_samples, slice_name
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.quality.fusing import FEWEST_HIDDEN, Intervals, Moments, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
@@ -212,13 +212,14 @@ def judge_slice(
     native = {name: seen.native(one) for name, one in presets.items()}
     if samples > 1:
         native |= {
-            spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
+            name + SPREAD: spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
     for name, one in presets.items():
         native |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
         radius_YX = intervals[name].radius(one.moments.deviation_YX, 0.9) if name in intervals else np.zeros(0)
         for end, apart_YX in zip(BOUNDS, (-radius_YX, radius_YX), strict=True) if name in intervals else ():
-            native[f"{name}{end}"] = compose_native(seen.original_YX, one.restored01_YX + apart_YX, mask_YX, scale)
+            nothing_YX = np.zeros_like(seen.original_YX)
+            native[f"{name}{end}"] = compose_native(nothing_YX, one.restored01_YX + apart_YX, mask_YX, scale)
     restored = ItemResult(rows, native)
     truth_YX, started = seen.truth_YX, time.perf_counter()
     baseline = None

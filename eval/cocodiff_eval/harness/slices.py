@@ -32,14 +32,15 @@ from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Group, Qualit
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
+    BESIDE,
     BOUNDS,
+    SPREAD,
     ResultFile,
     Task,
     export,
     kept_samples,
     result_files,
     slice_name,
-    spread_of,
 )
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.harness.volumes import Volumes
@@ -116,8 +117,9 @@ class SliceJob(Job):
             assert done is not None, "nothing is there before"
             if task.mask.masked[index]:
                 return done.read(number, index, name)
-            original_YX, deviations = task.stack.read(index), map(spread_of, self.presets)
-            return np.zeros(original_YX.shape, np.float32) if name in deviations else original_YX
+            original_YX = task.stack.read(index)
+            kind = np.dtype(np.float32) if name.endswith(SPREAD) else original_YX.dtype
+            return np.zeros(original_YX.shape, kind) if name.endswith(BESIDE) else original_YX
 
         return result_files(task, self.presets, read, self.samples, further)
 
