@@ -62,6 +62,8 @@ def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert np.abs(samples.mean(0) - found.mean).max() <= 1
     assert found.low_90 is not None and found.high_90 is not None and (found.low_90 <= found.mean).all()
     assert (found.low_90[:, MASK] < found.high_90[:, MASK]).any() and (found.high_90 >= found.mean).all()
+    assert found.outcome.voxels >= 200 and found.outcome.kind in ("ahead", "tie", "as good", "unknown")
+    assert str(found.outcome) == found.metrics["outcomes"][0]["told"] and next(iter(found.metrics)) == "outcomes"
     assert found.uncertainty is not None
     np.testing.assert_array_equal(found.uncertainty, (found.high_90.astype(float) - found.low_90) / 2)
 
@@ -96,6 +98,7 @@ def test_other_arrays_give_the_same_bits(tmp_path: Path) -> None:
     stored[:] = VOLUME
     one, other = (cocodiff.restore(given, MASK, samples=1, seed=3, **QUICK) for given in (VOLUME, stored))
     assert (one.mean == other.mean).all() and one.spread is one.uncertainty is one.verdict is None
+    assert one.outcome.kind == "unknown" and "--" not in str(one.outcome)
     flat = cocodiff.restore(VOLUME[0], MASK, samples=1, seed=3, **QUICK)
     assert flat.mean.shape == MASK.shape and (flat.mean[~MASK] == VOLUME[0][~MASK]).all()
 
