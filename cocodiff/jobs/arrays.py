@@ -13,7 +13,6 @@ import base64
 import html
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -50,7 +49,8 @@ class Outcome:
                  good as what was restored, or "unknown"
     rival        the best method without a model on the hidden regions; None if nothing was hidden
     lead_db      PSNR of what was restored minus that of the rival there, in dB; None if nothing was hidden
-    expected_db  the range in which that difference lies under the mask, at 95 %; None if there are too few regions
+    expected_db  the two ends of the range in which that difference lies under the mask, at 95 %; None if there are too
+                 few regions
     regions      number of hidden regions
     voxels       number of voxels in them
     reason       why it is unknown; None if it is not
@@ -59,7 +59,7 @@ class Outcome:
     kind: str = "unknown"
     rival: str | None = None
     lead_db: float | None = None
-    expected_db: tuple[float, float] | None = None
+    expected_db: Sequence[float] | None = None
     regions: int = 0
     voxels: int = 0
     reason: str | None = None
@@ -71,8 +71,8 @@ class Outcome:
         if self.lead_db is None:
             return kinds[self.kind]
         found = f"{self.lead_db:+.1f} dB on {self.regions} hidden region(s) of {self.voxels:,} voxels"
-        low, high = self.expected_db or (-math.inf, math.inf)
-        return f"{kinds[self.kind]}: {found}; {low:+.1f} to {high:+.1f} dB expected under the mask"
+        expected = "; {:+.1f} to {:+.1f} dB expected under the mask" if self.expected_db else ""
+        return f"{kinds[self.kind]}: {found}{expected.format(*self.expected_db or ())}"
 
 
 @dataclass(frozen=True, repr=False)

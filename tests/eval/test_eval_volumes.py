@@ -198,7 +198,7 @@ def test_the_expected_lead_holds_that_of_another_mask() -> None:
         assert found.of == 12 and found.low < found.db < found.high
     assert np.mean(inside) > 0.88 and np.mean(clear) < 0.3
     sure = Lead.found(own[:12].ravel(), 2 * own[:12].ravel(), region_P, 1)
-    assert sure.db == pytest.approx(20 * np.log10(2)) and sure.low > 0 and sure.wins == 12
+    assert sure.db == pytest.approx(20 * np.log10(2)) and sure.low > 0 and sure.wins == 12 and sure.voxels == 600
     few = Lead.found(own[:2].ravel(), 2 * own[:2].ravel(), region_P[:100], 1)
     assert few.wins == 2 and few.low == -np.inf and few.high == np.inf
     three = Lead.found(own[:3].ravel(), 2 * own[:3].ravel(), region_P[:150], 1)
@@ -222,7 +222,7 @@ def test_the_expected_lead_holds_that_of_another_mask() -> None:
     ],
 )
 def test_what_a_lead_says_of_a_restoration(low: float, high: float, by_model: bool, kind: str) -> None:
-    found = Lead(1.25, low, high, 3, 5).outcome("linear across z", 700, by_model)
+    found = Lead(1.25, low, high, 3, 5, 700).outcome("linear across z", by_model)
     assert (found.kind, found.rival, found.lead_db) == (kind, "linear across z", 1.25)
     assert (found.regions, found.voxels, found.reason is None) == (5, 700, kind != "unknown")
     assert found.expected_db == (None if np.isinf(low) else (low, high))

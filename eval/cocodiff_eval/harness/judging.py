@@ -293,8 +293,7 @@ def outcome_of_slices(task: Task, errors: Sequence[np.ndarray]) -> Outcome:
     _, region_P = np.unique(np.stack([slice_P, region_P], 1), axis=0, return_inverse=True)
     parts = sum(ndimage.label(task.mask.read(n))[1] for n, masked in enumerate(task.mask.masked) if masked)
     best = int(np.argmin([np.square(one_P).sum() if np.isfinite(one_P).all() else np.inf for one_P in others]))
-    lead = Lead.found(own_P, others[best], region_P.ravel(), parts)
-    return lead.outcome([*IN_SLICES][best], own_P.size)
+    return Lead.found(own_P, others[best], region_P.ravel(), parts).outcome([*IN_SLICES][best])
 
 
 def save_previews(task: Task, files: Mapping[str, ResultFile], presets: Sequence[str], folder: Path) -> None:

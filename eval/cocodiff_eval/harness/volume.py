@@ -140,7 +140,7 @@ class HiddenRegionReport:
         if self.lead is None:
             return Outcome(reason=NOWHERE)
         rival = next(name for name in self.psnr_db or {} if name in METHODS)
-        return self.lead.outcome(rival, self.voxels, bool(self.axes))
+        return self.lead.outcome(rival, bool(self.axes))
 
     def line(self, where: str) -> str:
         """What the user is told first."""

@@ -218,13 +218,13 @@ class Lead:
     high: float  # upper end of the same
     wins: int  # number of regions in which the first has the smaller error
     of: int  # number of all regions
+    voxels: int  # number of voxels in them
 
-    def outcome(self, rival: str, voxels: int, by_model: bool = True) -> Outcome:
+    def outcome(self, rival: str, by_model: bool = True) -> Outcome:
         """Return what the lead over the best method without a model says.
 
         Args:
             rival: that method's name.
-            voxels: number of hidden voxels.
             by_model: False if no model has a part in what was restored.
         """
         kind, reason = "tie", None
@@ -236,7 +236,7 @@ class Lead:
             kind = "unknown"
             reason = "either may be far ahead" if math.isfinite(self.low) else "too few regions could be hidden"
         expected_db = (round(self.low, 2), round(self.high, 2)) if math.isfinite(self.low) else None
-        return Outcome(kind, rival, round(self.db, 2), expected_db, self.of, voxels, reason)
+        return Outcome(kind, rival, round(self.db, 2), expected_db, self.of, self.voxels, reason)
 
     @classmethod
     def found(cls, own_P: np.ndarray, other_P: np.ndarray, region_P: np.ndarray, parts: int) -> Lead:
@@ -263,7 +263,7 @@ class Lead:
             without_R = 10 * np.log10(np.divide(*others_R))
             variance = (count - 1) * float(without_R.var()) * (1 + count / parts)
             reach = float(student.ppf((1 + LEAD_SHARE) / 2, count - 1)) * math.sqrt(variance)
-        return cls(lead, lead - reach, lead + reach, int((own_R < other_R).sum()), count)
+        return cls(lead, lead - reach, lead + reach, int((own_R < other_R).sum()), count, own_P.size)
 
 
 def quantile(scores_P: np.ndarray, share: float) -> float:

@@ -233,7 +233,7 @@ class Viewer {
     if (at >= 0 && psnr_db[mode]?.[at] != null) words.push(`${psnr_db[mode][at].toFixed(2)} dB`);
     if (at >= 0 && ssim[mode]?.[at] != null) words.push(`SSIM ${ssim[mode][at].toFixed(3)}`);
     const distance = exact[mode]?.[this.number];
-    if (distance !== undefined) words.push(distance === 0 ? "same bits as the exact run" : `${distance} dB from the exact run`);
+    if (distance !== undefined) words.push(distance === 0 ? "same bits as with exact exchange" : `${distance} dB from the run with exact exchange`);
     return words.join(", ");
   }
 
@@ -242,6 +242,7 @@ class Viewer {
     let value = OF_A_PRESET.includes(kind) ? this.judged(this.mode) : "";
     if (this.numbers.left.includes(this.number)) value = "masked wholly: the slice was left as in the input";
     else if (slice.hole === null && !this.generated) value = "nothing is masked here: the slice was copied bit for bit";
+    else if (kind === "low" || kind === "high") value = "an end of the interval that holds 90 %";
     else if (kind === "original" && this.unknown) value = "the original under the mask is unknown";
     this.caption.replaceChildren(element("strong", {}, of), element("span", { class: "value" }, value));
     this.canvas.setAttribute("aria-label", `${this.name(this.number)}, ${of}. ${value}`);
