@@ -251,9 +251,9 @@ class SliceJob(Job):
         if volume is None and self.tests:
             masked = [index for index, has_mask in enumerate(task.mask.masked) if has_mask]
             return outcome_of_slices(task, [done.read(number, index, ERRORS) for index in masked])
-        values = self.session.prepared.values
-        why = "with a bound on quality" if values["quality"] else "as none was wanted"
-        return Outcome(reason=f"no test was made on hidden regions, {'of one sample' if self.samples == 1 else why}")
+        why = "as none was wanted" if self.session.prepared.quality is None else "with a bound on quality"
+        why = "as one sample is drawn" if self.samples == 1 else why
+        return Outcome(reason=f"no test was made on hidden regions, {why}")
 
     def _pictures(
         self, done: JobResult, files_of: Sequence[Mapping[str, ResultFile]], progress: Progress
