@@ -36,10 +36,10 @@ from cocodiff_eval.quality.metrics import (
 )
 from cocodiff_eval.report.pictures import Picture, PicturePlan, encode, shown_slices, worst_slices
 from cocodiff_eval.report.volume import ShownVolume
-from cocodiff_eval.restore.baseline import biharmonic, laplace, linear
+from cocodiff_eval.restore.baseline import Solver, biharmonic, laplace, linear
 
 # the methods without a model that slices by themselves are compared with
-IN_SLICES = {
+IN_SLICES: dict[str, Solver] = {
     "linear across y": partial(linear, axis=0),
     "linear across x": partial(linear, axis=1),
     "biharmonic": biharmonic,
