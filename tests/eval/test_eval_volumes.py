@@ -445,7 +445,7 @@ def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(y: int, x: int, 
     """A column through the middle: a large one is cut to smaller regions, of which less is to be learnt."""
     rounds = hide(survey_of(marked(BIG, np.s_[:, 22 - y : 22 + y, 24 - x : 24 + x])), 8, seed=0)
     assert rounds and all(one.cut == cut for one in rounds)
-    figures, lead = {"cocodiff": 21.0, "biharmonic": 20.0}, Lead(1.0, 0.5, 1.5, 3, 3)
+    figures, lead = {"cocodiff": 21.0, "biharmonic": 20.0}, Lead(1.0, 0.5, 1.5, 3, 3, 900)
     told = HiddenRegionReport({"z": 1.0}, psnr_db=figures, lead=lead, cut=cut).line("scan")
     assert ("these regions are smaller" in told) == cut
 
