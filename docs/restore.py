@@ -20,6 +20,7 @@ volume[missing] = 0
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else "auto"
 restored = cocodiff.restore(volume, missing, samples=4, ranks=2, steps=steps, device="cpu")
 print(restored.verdict)
+print(restored.outcome)  # of restored.outcome.kind: "ahead", "tie", "as good" or "unknown"
 
 # %% The mean, and how sure it is.
 error = restored.mean.astype(float)[missing] - truth[missing]

@@ -9,6 +9,9 @@ leaves the notebook alone.
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import json
 import os
 import re
@@ -19,7 +22,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,31 +36,100 @@ from cocodiff.jobs.store import PARTIAL, Store
 if TYPE_CHECKING:
     import numpy as np
 
+OUTLINE = (255, 176, 0)  # red, green and blue of a mask's outline
 SAID = 2000  # characters of what a job that failed has said
 DECIDED = "input mask out preset format quiet keep_samples overwrite resume config dry_run"
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """The answer to whether a restoration is better than methods without a model, by regions hidden in known voxels.
+
+    kind         "ahead" of the best method without a model, a "tie" with it, "as good" if that method is at least as
+                 good as what was restored, or "unknown"
+    rival        the best method without a model on the hidden regions; None if nothing was hidden
+    lead_db      PSNR of what was restored minus that of the rival there, in dB; None if nothing was hidden
+    expected_db  the two ends of the range in which that difference lies under the mask, at 95 %; None if there are too
+                 few regions
+    regions      number of hidden regions
+    voxels       number of voxels in them
+    reason       why it is unknown; None if it is not
+    """
+
+    kind: str = "unknown"
+    rival: str | None = None
+    lead_db: float | None = None
+    expected_db: Sequence[float] | None = None
+    regions: int = 0
+    voxels: int = 0
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        """Return the outcome in words."""
+        kinds = {"ahead": f"ahead of {self.rival}", "tie": f"a tie with {self.rival}"}
+        kinds |= {"as good": f"{self.rival} is as good", "unknown": f"unknown: {self.reason}"}
+        if self.lead_db is None:
+            return kinds[self.kind]
+        found = f"{self.lead_db:+.1f} dB on {self.regions} hidden region(s) of {self.voxels:,} voxels"
+        expected = "; {:+.1f} to {:+.1f} dB expected under the mask" if self.expected_db else ""
+        return f"{kinds[self.kind]}: {found}{expected.format(*self.expected_db or ())}"
+
+
+@dataclass(frozen=True, repr=False)
 class Restored:
     """A restored volume, [Z, Y, X] or [Y, X] as it was given.
 
     mean                the restoration, in the volume's dtype, outside the mask its very voxels
+    mask                True for what was restored, of the volume's shape; with `grow` and `invert`
     spread              standard deviation of the samples, float32, in the volume's units, which is no error, as
                         samples are too much alike; None for a single one
     low_90, high_90     ends of the intervals that hold 90 % of the truth, by hidden regions of this volume, or of each
                         slice of fewer than 16; None of one sample, and where nothing could be hidden
     samples             each restoration by itself
     verdict             how good this and methods without a model were on hidden regions, in words; None without a test
+    outcome             whether this is better than methods without a model, as data; in words by `str`
     metrics             what metrics.json holds
     """
 
     mean: np.ndarray
+    mask: np.ndarray
     spread: np.ndarray | None
     low_90: np.ndarray | None
     high_90: np.ndarray | None
     samples: Sequence[np.ndarray]
     verdict: str | None
+    outcome: Outcome
     metrics: dict[str, Any]
+
+    def __repr__(self) -> str:
+        what = f"{' x '.join(map(str, self.mean.shape))} of {self.mean.dtype}, {int(self.mask.sum()):,} voxels restored"
+        return f"Restored({what}, {len(self.samples)} sample(s); {self.outcome})"
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: the outcome, and slices along each axis through the masked voxel in the middle.
+
+        The mask's outline is in them. Of a slice it is that slice.
+        """
+        import numpy as np
+        from PIL import Image
+        from scipy.ndimage import binary_dilation
+
+        low, high = self.metrics["inputs"][0]["range"]
+        points_P = np.argwhere(self.mask)
+        middle = points_P[np.abs(points_P - np.median(points_P, axis=0)).sum(axis=1).argmin()].tolist()
+        views = [*zip("zyx", range(3), middle, strict=True)] if self.mean.ndim == 3 else [("", 0, slice(None))]
+        scale, figures = max(1.0, 240 / max(self.mean.shape)), ""
+        for name, axis, at in views:
+            image_YX, mask_YX = (np.moveaxis(one, axis, 0)[at] for one in (self.mean, self.mask))
+            grey_YX = np.clip((image_YX.astype(float) - low) / max(high - low, 1e-300), 0, 1) * 255
+            rgb_YXC = np.repeat(grey_YX.astype(np.uint8)[..., None], 3, axis=2)
+            rgb_YXC[binary_dilation(mask_YX) & ~mask_YX] = OUTLINE
+            Image.fromarray(rgb_YXC).save(png := io.BytesIO(), "PNG")
+            source = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+            style = f"width:{scale * image_YX.shape[1]:.0f}px;max-width:480px;image-rendering:pixelated"
+            caption = f"<figcaption>{name} {at}</figcaption>" if name else ""
+            figures += f'<figure style="margin:4px"><img src="{source}" style="{style}">{caption}</figure>'
+        return f'<div>{html.escape(repr(self))}<div style="display:flex;flex-wrap:wrap">{figures}</div></div>'
 
     @property
     def uncertainty(self) -> np.ndarray | None:
@@ -107,7 +179,7 @@ def restore(
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
         words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
         _run(job, words, out, progress)
-        restored = _read(out, preset)
+        restored = _read(folder, preset)
     for line in restored.metrics["inputs"][0]["remarks"]:
         warnings.warn(f"restore: {line.replace('--', '')}", stacklevel=2)
     return restored
@@ -224,9 +296,11 @@ def _error(code: int, text: str, folder: Path) -> Exception:
     return lost or failed
 
 
-def _read(out: Path, preset: str) -> Restored:
+def _read(folder: Path, preset: str) -> Restored:
+    """Return the results in the folder of a finished job."""
     import numpy as np
 
+    out = folder / "out"
     images, stem = out / "images", f"volume_mask_{preset}"
 
     def of(ending: str) -> Any:
@@ -239,5 +313,9 @@ def _read(out: Path, preset: str) -> Restored:
     said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
-    low, high = (of("_low_90"), of("_high_90")) if tested else (None, None)
-    return Restored(of(""), of("_spread"), low, high, samples, said[0] if said else None, metrics)
+    changed, mean = images / "volume_mask_mask.npy", of("")
+    mask = np.broadcast_to(np.load(changed if changed.is_file() else folder / "mask.npy") != 0, mean.shape)
+    ends = (of("_low_90"), of("_high_90")) if tested else ()
+    low, high = (np.where(mask, end, mean) for end in ends) if ends else (None, None)  # files have 0 outside the mask
+    outcome = Outcome(**{one.name: metrics["outcomes"][0][one.name] for one in fields(Outcome)})
+    return Restored(mean, mask, of("_spread"), low, high, samples, said[0] if said else None, outcome, metrics)

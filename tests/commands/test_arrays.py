@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +23,7 @@ import torch
 import zarr
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT_OPTIONS
 from launching import end_group
+from PIL import Image
 from seams import error_of_restore, save_as_restore, words_of_restore
 
 import cocodiff
@@ -62,6 +66,14 @@ def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert np.abs(samples.mean(0) - found.mean).max() <= 1
     assert found.low_90 is not None and found.high_90 is not None and (found.low_90 <= found.mean).all()
     assert (found.low_90[:, MASK] < found.high_90[:, MASK]).any() and (found.high_90 >= found.mean).all()
+    assert found.outcome.voxels >= 200 and found.outcome.kind in ("ahead", "tie", "as good", "unknown")
+    assert str(found.outcome) == found.metrics["outcomes"][0]["told"] and next(iter(found.metrics)) == "outcomes"
+    shown = found._repr_html_()
+    pictures = [Image.open(io.BytesIO(base64.b64decode(one))) for one in re.findall('base64,([^"]+)"', shown)]
+    assert [one.size for one in pictures] == [(40, 48), (40, 4), (48, 4)] and str(found.outcome) in shown
+    outline = (np.asarray(pictures[0]) == (255, 176, 0)).all(axis=2)
+    assert not outline[MASK].any() and outline.sum() == 40 and outline[19, 15:25].all()
+    assert len(repr(found)) < 300 and "4 x 48 x 40 of uint16" in repr(found)
     assert found.uncertainty is not None
     np.testing.assert_array_equal(found.uncertainty, (found.high_90.astype(float) - found.low_90) / 2)
 
@@ -79,6 +91,7 @@ def test_a_mask_that_is_too_small_is_told_and_grown() -> None:
         found = cocodiff.restore(volume, ~mask, samples=1, grow=1, invert=True, **{**QUICK, "steps": "auto"})
     assert (small.metrics["config"]["steps"], found.metrics["config"]["steps"]) == (2, 10)
     assert (found.mean < 30000)[hole].all() and (found.mean == volume)[~hole].all()
+    assert (small.mask == mask).all() and (found.mask == hole).all()
 
 
 @pytest.mark.full
@@ -95,6 +108,7 @@ def test_other_arrays_give_the_same_bits(tmp_path: Path) -> None:
     stored[:] = VOLUME
     one, other = (cocodiff.restore(given, MASK, samples=1, seed=3, **QUICK) for given in (VOLUME, stored))
     assert (one.mean == other.mean).all() and one.spread is one.uncertainty is one.verdict is None
+    assert one.outcome.kind == "unknown" and "--" not in str(one.outcome)
     flat = cocodiff.restore(VOLUME[0], MASK, samples=1, seed=3, **QUICK)
     assert flat.mean.shape == MASK.shape and (flat.mean[~MASK] == VOLUME[0][~MASK]).all()
 

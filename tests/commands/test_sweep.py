@@ -12,7 +12,7 @@ import tifffile
 import yaml
 from cocodiff_eval.harness.grid import MOST_RUNS, read_grid
 from cocodiff_eval.harness.quality import read_ladder
-from cocodiff_eval.report.sweeps import better_than, beyond, summarise
+from cocodiff_eval.report.sweeps import better_than, beyond, note, summarise, tables
 from launching import assert_succeeded
 from warm import forked
 
@@ -257,6 +257,15 @@ def test_a_row_of_a_sweep_has_the_means_of_its_slices_and_their_standard_errors(
     assert row.difference["psnr_db"] is not None and row.difference["psnr_db"].text(1) == "0.0 +- 1.0"
     limits = [summarise([line_of("a", 50, 40.0, psnr_db=20.0 + more)])[0] for more in (-9.0, 9.0, 0.0)]
     assert [beyond(one) for one in limits] == [True, True, False]
+
+
+def test_speed_ups_of_short_runs_say_that_and_how_they_scatter() -> None:
+    """Of one run, that nothing is known of it; of runs of many seconds nothing is said."""
+    for seconds, more in ((0.5, False), (50.0, True)):
+        once, twice = (summarise([line_of("a", 50, 40.0, seconds=seconds)] * count)[0] for count in (1, 2))
+        cells = [tables([row])["Bytes and speed"]["speed-up to flat"][0] for row in (once, twice)]
+        assert cells[0].endswith("+- ?") and cells[1].endswith("+- 0.00")
+        assert (note([once]) == note([])) is more and (more or "0.5 s" in note([once]))
 
 
 LOSSY = {"base": {"selection": "v_major"}}

@@ -213,10 +213,13 @@ def test_error_and_uncertainty_are_of_masked_voxels_and_a_truth_may_have_gaps() 
     error_YX, known_YX = error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
     assert not error_YX.any() and not known_YX.any()
     width = {"flat": np.full(MASK_YX.shape, 0.2)}
-    torn = Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, width)
+    ends = {"flat": (np.full(MASK_YX.shape, 0.25), np.full(MASK_YX.shape, 0.75))}
+    torn = Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, width, ends)
     shown = json.loads(encode(torn, 24, 10**5))
     assert (shown["width"], shown["height"], shown["uncertainty_top"]) == (24, 20, "0.2")
     assert set(np.unique(pixels(shown["uncertainty"]["flat"]))) == {0, 255}
+    low_YX, high_YX = (pixels(shown[end]["flat"])[..., 0] for end in ("low", "high"))
+    assert set(np.unique(low_YX)) == {64} and set(np.unique(high_YX)) == {191}
     gap_YX = MASK_YX & (np.arange(48) % 3 == 0)
     truth_YX = np.where(gap_YX, np.nan, IMAGE_YX)
     with_gaps = Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX)

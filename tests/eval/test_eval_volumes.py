@@ -194,15 +194,40 @@ def test_the_expected_lead_holds_that_of_another_mask() -> None:
         found = Lead.found(own[:12].ravel(), other[:12].ravel(), region_P, 2)
         true = 10 * np.log10(np.square(other[12:]).sum() / np.square(own[12:]).sum())
         inside.append(found.low <= true <= found.high)
-        clear.append(found.is_clear)
+        clear.append(found.low > 0 or found.high < 0)
         assert found.of == 12 and found.low < found.db < found.high
     assert np.mean(inside) > 0.88 and np.mean(clear) < 0.3
     sure = Lead.found(own[:12].ravel(), 2 * own[:12].ravel(), region_P, 1)
-    assert sure.db == pytest.approx(20 * np.log10(2)) and sure.is_clear and sure.wins == 12
+    assert sure.db == pytest.approx(20 * np.log10(2)) and sure.low > 0 and sure.wins == 12 and sure.voxels == 600
     few = Lead.found(own[:2].ravel(), 2 * own[:2].ravel(), region_P[:100], 1)
-    assert few.wins == 2 and not few.is_clear and few.low == -np.inf
+    assert few.wins == 2 and few.low == -np.inf and few.high == np.inf
     three = Lead.found(own[:3].ravel(), 2 * own[:3].ravel(), region_P[:150], 1)
-    assert three.is_clear and 0 < three.low <= three.high < np.inf
+    assert 0 < three.low <= three.high < np.inf
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "by_model", "kind"),
+    [
+        (0.4, 6.4, True, "ahead"),
+        (0.4, 6.4, False, "ahead"),  # of each method alone: a mean of them
+        (-0.4, 6.4, True, "tie"),
+        (-2.9, 2.9, True, "tie"),
+        (-0.4, 6.4, False, "as good"),
+        (0.0, 0.0, False, "as good"),
+        (-9.0, -0.1, True, "as good"),
+        (-9.0, 2.9, True, "as good"),
+        (-3.1, 3.1, True, "unknown"),
+        (-39.5, 45.3, True, "unknown"),
+        (-np.inf, np.inf, True, "unknown"),
+    ],
+)
+def test_what_a_lead_says_of_a_restoration(low: float, high: float, by_model: bool, kind: str) -> None:
+    found = Lead(1.25, low, high, 3, 5, 700).outcome("linear across z", by_model)
+    assert (found.kind, found.rival, found.lead_db) == (kind, "linear across z", 1.25)
+    assert (found.regions, found.voxels, found.reason is None) == (5, 700, kind != "unknown")
+    assert found.expected_db == (None if np.isinf(low) else (low, high))
+    told = str(found)
+    assert kind in told and "700" in told and (found.reason or "linear across z") in told
 
 
 def test_linear_interpolates_along_its_axis() -> None:
@@ -420,7 +445,7 @@ def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(y: int, x: int, 
     """A column through the middle: a large one is cut to smaller regions, of which less is to be learnt."""
     rounds = hide(survey_of(marked(BIG, np.s_[:, 22 - y : 22 + y, 24 - x : 24 + x])), 8, seed=0)
     assert rounds and all(one.cut == cut for one in rounds)
-    figures, lead = {"cocodiff": 21.0, "biharmonic": 20.0}, Lead(1.0, 0.5, 1.5, 3, 3)
+    figures, lead = {"cocodiff": 21.0, "biharmonic": 20.0}, Lead(1.0, 0.5, 1.5, 3, 3, 900)
     told = HiddenRegionReport({"z": 1.0}, psnr_db=figures, lead=lead, cut=cut).line("scan")
     assert ("these regions are smaller" in told) == cut
 

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from cocodiff_eval.data import WRITTEN
-from cocodiff_eval.data.formats import FORMATS, open_volume
+from cocodiff_eval.data.formats import FORMATS, open_volume, write_volume
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_stacks, open_truth, safe_stem, save_preview_png, to_grey8
 from cocodiff_eval.data.volume import Part
@@ -86,6 +86,21 @@ def test_a_part_is_all_that_is_read_of_an_input_its_truth_and_its_mask(tmp_path:
         assert all(np.array_equal(made.read(n), hole[CUT][n] != 0) for n in range(3))
     made = make_mask(KINDS[kind].file(tmp_path / "slices", hole[2:5]), open_stack(path, part=Part("2:5")))
     assert all(np.array_equal(made.read(n), hole[2 + n] != 0) for n in range(3))
+
+
+@pytest.mark.parametrize("restored_slices", [slice(7, 8), slice(None)])
+@pytest.mark.parametrize("word", WRITTEN)
+def test_a_file_of_mostly_zeros_takes_little_of_the_disk(tmp_path: Path, word: str, restored_slices: slice) -> None:
+    """Slices of zeros take nothing; the others are compressed, but for formats that cannot be. All voxels come back."""
+    volume = np.zeros((64, 256, 256), np.float32)
+    volume[restored_slices, 20:40, 30:60] = np.random.default_rng(0).normal(size=(20, 30))
+    np.save(tmp_path / "scan.npy", volume)
+    given = open_stack(str(tmp_path / "scan.npy"))
+    made = write_volume(word, tmp_path, "made{}".format, given, volume.dtype, volume.__getitem__, {}, sparse=True).path
+    assert_bits(str(made), volume)
+    files = [one for one in made.rglob("*") if one.is_file()] if made.is_dir() else [made]
+    taken = sum(512 * one.stat().st_blocks for one in files)
+    assert taken < volume.nbytes / 20 or (word in ("npy", "mrc") and volume[0].any())
 
 
 @pytest.mark.parametrize("word", WRITTEN)

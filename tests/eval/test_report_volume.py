@@ -173,7 +173,8 @@ EVENTS: list[list[Any]] = [
     *(["press", what] for what in ("zoom to the mask", "next region", "tapa: uncertainty", "masked")),
     ["slide", "level", 51],
     ["slide", "window", 102],
-    *(["key", key] for key in ("End", "1", " ", "4", "ArrowLeft", "ArrowDown", "5", "PageUp", "2")),
+    *(["key", key] for key in ("End", "1", " ", "4", "ArrowLeft", "ArrowDown", "5", "6", "7", "o", "PageUp", "2")),
+    ["press", "outline of the mask"],
     ["press", "show more"],
     ["curve", 1, 505],
     ["curve", 0, 100],
@@ -201,6 +202,7 @@ def test_what_the_script_of_a_page_tells(
             one |= {"hole": file["hole"], "restored": {"tapa": file["a"], "late": file["b"]}}
             one |= {"error": {"tapa": file["e"]}, "error_top": "0.25"} if n != 109 else {"unknown": file["hole"]}
             one |= {"uncertainty": {"late": file["s"], "tapa": file["e"]}, "uncertainty_top": "0.5"}
+            one |= {"low": {"tapa": file["b"]}, "high": {"tapa": file["s"], "late": file["a"]}}
         pictures.append(json.dumps(one))
     regions = [(slice(9, 10), slice(12, 15), slice(4, 9)), (slice(60, 62), slice(40, 42), slice(50, 52))]
     monkeypatch.setattr("cocodiff_eval.report.page.VOLUME_BYTES", 60_000)

@@ -87,8 +87,7 @@ def write_npy(new: NewVolume) -> None:
     about = {"descr": new.stored.str, "fortran_order": False, "shape": new.stored_shape}
     with new.path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, about)
-        for image_YX in new.slices():
-            file.write(image_YX.astype(new.stored).tobytes())
+        new.write_raw(file)
 
 
 SUPPORTED = (
@@ -148,6 +147,7 @@ def write_volume(
     dtype: np.dtype,
     read: Reader,
     provenance: Mapping[str, Any],
+    sparse: bool = False,
 ) -> NewVolume:
     """Write a result to disk in one of FORMATS, and return it. An earlier file or folder of that name is replaced.
 
@@ -161,11 +161,12 @@ def write_volume(
         dtype: the dtype of the result.
         read: gives a slice of the result, [Y, X] of that dtype.
         provenance: how the result was made, for the file's metadata.
+        sparse: True for a result of mostly zeros, which takes little of the disk.
     """
     one = FORMATS[word]
     assert one.writer is not None, word
     path = folder / name(one.suffix)
-    new = NewVolume(path, like.shape, dtype, like.ndim, read, like.metadata, provenance, like.region)
+    new = NewVolume(path, like.shape, dtype, like.ndim, read, like.metadata, provenance, like.region, sparse)
     if path.is_dir():  # left by a run that was killed while it wrote
         shutil.rmtree(path)
     with writing(path):

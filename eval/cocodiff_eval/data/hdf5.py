@@ -398,12 +398,16 @@ def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None
         names: path of the dataset, or of each frame.
     """
     if "frames" not in new.metadata.details:
-        dataset = file.create_dataset(names[0], new.stored_shape, new.stored)
+        chunks = (1, *new.shape[1:])[-new.ndim :]
+        packed = {"chunks": chunks, "compression": "gzip"} if new.sparse else {}
+        dataset = file.create_dataset(names[0], new.stored_shape, new.stored, **packed)
         for index, image_YX in enumerate(new.slices()):
-            dataset[index if new.ndim == 3 else ...] = image_YX.astype(new.stored)
+            if not new.sparse or image_YX.any():  # HDF5 stores no chunk that nothing is written to, and reads zeros
+                dataset[index if new.ndim == 3 else ...] = image_YX.astype(new.stored)
         return
     for name, image_YX in zip(names, new.slices(), strict=True):
-        file[name] = image_YX.astype(new.stored).reshape((1,) * (new.metadata.details["ndim"] - 2) + image_YX.shape)
+        frame = image_YX.astype(new.stored).reshape((1,) * (new.metadata.details["ndim"] - 2) + image_YX.shape)
+        file.create_dataset(name, data=frame, compression="gzip" if new.sparse else None)
 
 
 def _describe(dataset: h5py.Dataset, new: NewVolume) -> None:

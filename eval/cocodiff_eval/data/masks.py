@@ -49,6 +49,7 @@ class Mask:
     masked: tuple[bool, ...]  # for each slice, True if it has voxels to restore and voxels to restore them from
     full: frozenset[int] = frozenset()  # slices that are masked wholly. They are left as they are
     remarks: Sequence[str] = ()  # lines for the user, such as on a voxel size that differs from the stack's
+    changed: bool = False  # True if it is not what its file marks, as that was grown or inverted
 
     def read(self, index: int) -> np.ndarray:
         """Return the voxels to restore in slice `index`, boolean [Y, X]; none if it is masked wholly."""
@@ -178,11 +179,11 @@ def _mask_from_file(
         return np.asarray(maximum_filter(marked_YX, 2 * grow + 1))
 
     masked, full = _check_values(replace(volume, reader=stored), read, progress, along_z, invert)
-    name = safe_stem(volume.name)
+    name, changed = safe_stem(volume.name), grow > 0 or bool(invert)
     if volume.ndim == 2:
         mask_YX = read(0)
-        return Mask(name, True, stack.shape, lambda index: mask_YX, (True,) * len(stack))
-    return Mask(name, True, stack.shape, read, masked, full)
+        return Mask(name, True, stack.shape, lambda index: mask_YX, (True,) * len(stack), changed=changed)
+    return Mask(name, True, stack.shape, read, masked, full, changed=changed)
 
 
 def _check_values(

@@ -94,8 +94,7 @@ def write_mrc(new: NewVolume) -> None:
     header["label"][: len(lines)] = [line.encode("ascii", "replace")[:80] for line in lines]
     with new.path.open("wb") as file:
         file.write(header.tobytes() + extended)
-        for image_YX in new.slices():
-            file.write(image_YX.astype(new.stored).tobytes())
+        new.write_raw(file)
 
 
 def _new_header(new: NewVolume) -> np.ndarray:

@@ -434,8 +434,11 @@ class ZarrStore:
         fitting = tuple(min(chunk, side) for chunk, side in zip(chunks, shape[-2:], strict=True))
         options |= {"dtype": dtype if self.version == 3 else self.new.stored, "zarr_format": self.version}
         chunks = (1,) * (len(shape) - 2) + fitting
-        # Chunks whose voxels all equal the fill value are written too: -0.0 and NaN may equal it in other bits.
-        options["config"] = {"write_empty_chunks": True}
+        # Chunks whose voxels all equal the fill value are written too: -0.0 and NaN may equal it in other bits. Zeros
+        # of a sparse volume are no voxels of the input: it is compressed by Zarr's own codec, also in place of none.
+        options["config"] = {"write_empty_chunks": not self.new.sparse}
+        if self.new.sparse:
+            options |= {"compressors": "auto", "fill_value": 0}
         return zarr.create_array(self.path, name=str(level), shape=shape, chunks=chunks, **options)
 
     def attributes(self) -> dict[str, Any]:

@@ -177,10 +177,11 @@ def _check_segments(page: Any) -> None:
 
 
 def write_tiff(new: NewVolume) -> None:
-    """Write a result as an uncompressed TIFF, slice after slice. A large one becomes a BigTIFF."""
+    """Write a result as a TIFF, slice after slice; uncompressed unless it is sparse. A large one becomes a BigTIFF."""
     tifffile = tifffile_library()
     big = math.prod(new.shape) * new.dtype.itemsize > 2**32 - 2**25
     opening, options = tiff_options(new)
+    options |= {"compression": "zlib"} if new.sparse else {}
     with quiet_libraries(), tifffile.TiffWriter(new.path, bigtiff=big, **opening) as writer:
         writer.write(new.slices(), shape=new.stored_shape, dtype=new.dtype, **options)
 

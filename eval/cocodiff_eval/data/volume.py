@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -147,6 +147,8 @@ class NewVolume:
     metadata: Metadata = field(default_factory=Metadata)  # the input's, which the result keeps
     provenance: Mapping[str, Any] = field(default_factory=dict)  # how the result was made; empty to write none
     region: Region | None = None  # the part of the input that it is; None for all of it
+    # True for a volume of mostly zeros: it is compressed, or slices of zeros are not stored, as far as the format goes
+    sparse: bool = False
 
     @property
     def stored(self) -> np.dtype:
@@ -161,6 +163,15 @@ class NewVolume:
     def slices(self) -> Iterator[np.ndarray]:
         """Return an iterator over all slices [Y, X] in order."""
         return map(self.read, range(self.shape[0]))
+
+    def write_raw(self, file: BinaryIO) -> None:
+        """Write the voxels of all slices at the end of a file. Slices of zeros of a sparse volume become holes."""
+        for image_YX in self.slices():
+            if self.sparse and not image_YX.any():
+                file.seek(image_YX.size * self.stored.itemsize, os.SEEK_CUR)
+            else:
+                file.write(image_YX.astype(self.stored).tobytes())
+        file.truncate()
 
     def notes(self) -> dict[str, Any]:
         """Return how the result was made, as plain data for the file's metadata; empty if there is no provenance."""

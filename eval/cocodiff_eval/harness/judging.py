@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from cocodiff.config.grouping import by_key
+from cocodiff.jobs.arrays import Outcome
 from cocodiff_eval.data.intensity import compose_native, half_width, prepare_slice
 from cocodiff_eval.data.masks import depth_in
 from cocodiff_eval.data.slices import save_preview_png
 from cocodiff_eval.data.volume import Progress
 from cocodiff_eval.harness.items import ItemSamples
 from cocodiff_eval.harness.job import ItemResult
-from cocodiff_eval.harness.tasks import BOUNDS, ResultFile, Task, kept_samples, slice_name, spread_of
-from cocodiff_eval.harness.volume import is_deep
-from cocodiff_eval.quality.fusing import FEWEST_HIDDEN, Intervals, Moments, coverage, spread_native
+from cocodiff_eval.harness.tasks import BOUNDS, SPREAD, ResultFile, Task, kept_samples, slice_name
+from cocodiff_eval.harness.volume import NOWHERE, is_deep
+from cocodiff_eval.quality.fusing import FEWEST_HIDDEN, Intervals, Lead, Moments, coverage, spread_native
 from cocodiff_eval.quality.metrics import (
     Result,
     distance_db,
@@ -35,8 +36,15 @@ from cocodiff_eval.quality.metrics import (
 )
 from cocodiff_eval.report.pictures import Picture, PicturePlan, encode, shown_slices, worst_slices
 from cocodiff_eval.report.volume import ShownVolume
-from cocodiff_eval.restore.baseline import biharmonic
+from cocodiff_eval.restore.baseline import Solver, biharmonic, laplace, linear
 
+# the methods without a model that slices by themselves are compared with
+IN_SLICES: dict[str, Solver] = {
+    "linear across y": partial(linear, axis=0),
+    "linear across x": partial(linear, axis=1),
+    "biharmonic": biharmonic,
+    "Laplace": laplace,
+}
 MOST_SHELLED = 2**22  # voxels of a volume whose shell correlation is found, at 80 bytes each
 
 
@@ -136,6 +144,20 @@ class SliceReview:
         found = Intervals.calibrated(errors_P, tested.deviation_YX[judged_YX], depth_in(self.unknown_YX)[judged_YX])
         return found.at(depth_in(self.mask_YX))
 
+    def errors(self, tested: Moments | None) -> np.ndarray:
+        """Return the numbers of hidden regions and the errors there, of the model and of methods without one.
+
+        float64 [1 + 1 + M, P] for the M methods of IN_SLICES and P hidden voxels; P is 0 if too few are hidden.
+        """
+        from scipy import ndimage
+
+        if self.hidden_YX is None or tested is None:
+            return np.zeros((2 + len(IN_SLICES), 0))
+        at = (self.hidden_YX & np.isfinite(self.original_YX)).nonzero()
+        made = [tested.mean_YX[at], *(solve(*self.given(True))[at] for solve in IN_SLICES.values())]
+        truth_P = self.task.scale.normalise(self.original_YX[at])
+        return np.stack([ndimage.label(self.hidden_YX)[0][at], *(one_P - truth_P for one_P in made)])
+
     @cached_property
     def truth_YX(self) -> np.ndarray | None:
         return self.task.truth.read(self.index) if self.task.truth is not None else None
@@ -172,6 +194,7 @@ class SliceReview:
         restored = {preset: native[preset] for preset in shown}
         ends = {preset: [native[preset + end] for end in BOUNDS] for preset in shown if preset + BOUNDS[0] in native}
         widths = {preset: half_width(of_preset, self.mask_YX, task.scale) for preset, of_preset in ends.items()}
+        known = [preset for preset, width_YX in widths.items() if np.isfinite(width_YX[self.mask_YX]).any()]
         if self.smooth_YX is not None:
             restored["biharmonic"] = self.smooth_YX
         return Picture(
@@ -183,7 +206,8 @@ class SliceReview:
             task.scale,
             restored,
             self.truth_YX if masked else None,
-            {preset: width_YX for preset, width_YX in widths.items() if np.isfinite(width_YX[self.mask_YX]).any()},
+            {preset: widths[preset] for preset in known},
+            {preset: ends[preset] for preset in known},
         )
 
 
@@ -212,13 +236,14 @@ def judge_slice(
     native = {name: seen.native(one) for name, one in presets.items()}
     if samples > 1:
         native |= {
-            spread_of(name): spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
+            name + SPREAD: spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
         }
     for name, one in presets.items():
         native |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
         radius_YX = intervals[name].radius(one.moments.deviation_YX, 0.9) if name in intervals else np.zeros(0)
         for end, apart_YX in zip(BOUNDS, (-radius_YX, radius_YX), strict=True) if name in intervals else ():
-            native[f"{name}{end}"] = compose_native(seen.original_YX, one.restored01_YX + apart_YX, mask_YX, scale)
+            nothing_YX = np.zeros_like(seen.original_YX)
+            native[f"{name}{end}"] = compose_native(nothing_YX, one.restored01_YX + apart_YX, mask_YX, scale)
     restored = ItemResult(rows, native)
     truth_YX, started = seen.truth_YX, time.perf_counter()
     baseline = None
@@ -252,6 +277,23 @@ def judge_slice(
         )
         rows.append(result.row())
     return restored
+
+
+def outcome_of_slices(task: Task, errors: Sequence[np.ndarray]) -> Outcome:
+    """Return whether the slices of a task, each restored by itself, are better than methods without a model.
+
+    errors: of each masked slice, as `SliceReview.errors` returns them
+    """
+    from scipy import ndimage
+
+    if not any(one.size for one in errors):
+        return Outcome(reason=NOWHERE)
+    slice_P = np.repeat(np.arange(len(errors)), [one.shape[1] for one in errors])
+    region_P, own_P, *others = np.concatenate(errors, axis=1)
+    _, region_P = np.unique(np.stack([slice_P, region_P], 1), axis=0, return_inverse=True)
+    parts = sum(ndimage.label(task.mask.read(n))[1] for n, masked in enumerate(task.mask.masked) if masked)
+    best = int(np.argmin([np.square(one_P).sum() if np.isfinite(one_P).all() else np.inf for one_P in others]))
+    return Lead.found(own_P, others[best], region_P.ravel(), parts).outcome([*IN_SLICES][best])
 
 
 def save_previews(task: Task, files: Mapping[str, ResultFile], presets: Sequence[str], folder: Path) -> None:

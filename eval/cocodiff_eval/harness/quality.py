@@ -34,8 +34,9 @@ PRESET_OPTION = Option(
 BOUND_OPTIONS = (
     Option(
         "quality",
-        "a bound, as 50dB or 0.3dB; 50dB (at least, against the exact run) or 0.3dB (at most lost, against the truth); "
-        "the cheapest setting that keeps it is chosen on some slices and checked on more (docs/inpainting.md)",
+        "a bound on what a faster exchange changes: 50dB is the least PSNR against the exact run, a distance to that "
+        "run and not to the truth; 0.3dB is the most PSNR lost against the truth; the cheapest setting that keeps it "
+        "is chosen on some slices and checked on more (docs/inpainting.md)",
         numbers=True,
     ),
     Option("quality_slices", "with quality: the first slices or images, which settings are tried on", 2, type=int),
@@ -83,7 +84,7 @@ class Bound:
     @property
     def told(self) -> str:
         if self.against == "exact":
-            return f"at least {self.db:g} dB against the exact run"
+            return f"at least {self.db:g} dB against the exact run, a distance to that run and not to the truth"
         return f"at most {self.db:g} dB lost against the truth"
 
     @property
@@ -375,7 +376,8 @@ class Group:
             return f"{self.about}: {of}: every bit as in the exact run{share}"
         verdict = f"{'keeps' if tried['kept'] else 'does not keep'} {quality.bound}"
         verdict += f" with a margin of {margin:g} dB" if margin else ""
-        told = f"{worst:.{quality.bound.digits}f} dB{'' if quality.bound.against == 'exact' else ' lost'} at worst"
+        kind = "from the exact run" if quality.bound.against == "exact" else "lost"
+        told = f"{worst:.{quality.bound.digits}f} dB {kind} at worst"
         return f"{self.about}: {of} {verdict}: {told} ({tried['worst']}){share}"
 
     def taken_line(self, quality: Quality) -> str:

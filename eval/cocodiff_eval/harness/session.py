@@ -5,6 +5,7 @@ what results depend on."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -43,6 +44,7 @@ EVERY_RANK_IMPORTS = (
     "cocodiff_eval.report.page",
 )
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+FIRST = ("outcomes", "summary", "volumes", "images")  # what metrics.json begins with
 EXACT = "flat"  # the preset that others are judged against
 LOSSY = ("selection", "codec", "arrival", "step_cache")  # settings that give up exactness
 # What changes no bit of an exact run.
@@ -296,8 +298,9 @@ def finish(
 ) -> None:
     """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
 
-    records: more of metrics.json: `inputs` by `Task.record`, `volumes` by `HiddenRegionReport.record`, `jumps` by
-    `judging.jumps`; told: in the table's place; report: arguments of `cocodiff_eval.report.page.write_report`.
+    records: more of metrics.json: `outcomes` of `Outcome`, `inputs` by `Task.record`, `volumes` by
+    `HiddenRegionReport.record`, `jumps` by `judging.jumps`; told: in the table's place; report: arguments of
+    `cocodiff_eval.report.page.write_report`.
     """
     transport = session.replica.whole
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
@@ -328,6 +331,8 @@ def _write_results(
     compiled = [f"{mode}: {engine.compiled}" for mode, engine in session.engines.items() if engine.compiled]
     more = ("quality", done.bounds), *records.items(), ("compiled", compiled)
     document |= {name: said for name, said in more if said}
+    document = {name: document[name] for name in (*FIRST, *document) if name in document}
+    outcomes = [f"{one['name']}, mask {one['mask']}: {one['told']}" for one in records.get("outcomes", ())]
     verdicts = [one["verdict"] for one in records.get("volumes", ()) if one["verdict"] is not None]
     (folder / "metrics.json").write_text(json.dumps(document, indent=1, allow_nan=False))
     facts = {
@@ -338,6 +343,7 @@ def _write_results(
         "steps": str(values["steps"]).strip("[]"),
         "seed": str(values["seed"]),
         **({"samples": str(values["samples"])} if values.get("samples", 1) > 1 else {}),
+        **({"outcome": "; ".join(outcomes)} if outcomes else {}),
         **({"hidden regions": "; ".join(verdicts)} if verdicts else {}),
         **({"devices": "; ".join(records["devices"])} if records["devices"] else {}),
         "cocodiff": __version__,
@@ -346,4 +352,7 @@ def _write_results(
     write_settings(folder, values | ({FOUND: done.bounds} if done.bounds else {}), session.engines.chosen())
     session.prepared.output.publish()
     say("\n".join([*compiled, "", *verdicts, told or terminal_table(document), ""]))
-    say(f"report: {session.prepared.output.final / 'report.html'}")
+    final = session.prepared.output.final
+    stores = f"napari --plugin napari-ome-zarr {shlex.quote(str(final / 'images'))}/*.ome.zarr"
+    shown = [stores] if any((final / "images").glob("*.ome.zarr")) else []
+    say("\n".join([*shown, f"report: {final / 'report.html'}", *outcomes]))

@@ -14,6 +14,7 @@ import numpy as np
 from cocodiff import __version__
 from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
+from cocodiff.jobs.arrays import Outcome
 from cocodiff.jobs.record import lasting
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff_eval.data.volume import Progress
@@ -24,6 +25,7 @@ from cocodiff_eval.harness.judging import (
     encode_picture,
     judge_slice,
     jumps,
+    outcome_of_slices,
     save_previews,
     shown_volume,
     slices_of_report,
@@ -32,14 +34,15 @@ from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Group, Qualit
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
+    BESIDE,
     BOUNDS,
+    SPREAD,
     ResultFile,
     Task,
     export,
     kept_samples,
     result_files,
     slice_name,
-    spread_of,
 )
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.harness.volumes import Volumes
@@ -47,6 +50,7 @@ from cocodiff_eval.quality.hidden import Hidden, hide_beside
 from cocodiff_eval.quality.metrics import json_ready
 from cocodiff_eval.report.pictures import plan_pictures, shown_slices
 
+ERRORS = ".errors"  # the name of the errors at hidden voxels, in the first preset, beside a slice's results
 PICTURE = ".picture"  # the name of what the report shows of a slice, beside its results
 TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
 TILES = 1.25  # times as many has such a sample at most, but one more in any case
@@ -85,7 +89,7 @@ class SliceJob(Job):
         for group in self._groups.values():
             group.take(self.batches)
         self.plan = plan_pictures(
-            [task.mask.masked for task in tasks], len(self.presets) * (1 + (self.samples > 1)) + 1
+            [task.mask.masked for task in tasks], len(self.presets) * (1 + 2 * (self.samples > 1)) + 1
         )
         self._seen = lru_cache(1)(self._read)
 
@@ -116,8 +120,9 @@ class SliceJob(Job):
             assert done is not None, "nothing is there before"
             if task.mask.masked[index]:
                 return done.read(number, index, name)
-            original_YX, deviations = task.stack.read(index), map(spread_of, self.presets)
-            return np.zeros(original_YX.shape, np.float32) if name in deviations else original_YX
+            original_YX = task.stack.read(index)
+            kind = np.dtype(np.float32) if name.endswith(SPREAD) else original_YX.dtype
+            return np.zeros(original_YX.shape, kind) if name.endswith(BESIDE) else original_YX
 
         return result_files(task, self.presets, read, self.samples, further)
 
@@ -182,6 +187,9 @@ class SliceJob(Job):
         intervals = {mode: one for mode, one in found.items() if one is not None}
         compared = None if exact is None else drawn[exact]
         judged = judge_slice(seen, self.presets, compared, drawn, batch.drawn, intervals)
+        if self.tests and volume is None:
+            errors = seen.errors(drawn[self.presets[0]].tested)
+            judged = replace(judged, arrays={**judged.arrays, ERRORS: errors})
         if batch.indices[place] not in self.plan.shown[batch.task]:
             return judged
         text = encode_picture(seen.picture(self.presets, judged.arrays), self.plan)
@@ -217,6 +225,7 @@ class SliceJob(Job):
         if unknown := sum(row["intervals"] is None for row in alone):
             say(f"{unknown} of {len(alone)} results have no intervals: no regions like the mask's could be hidden")
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
+        outcomes = [self._outcome(number, done) for number in range(len(self.tasks))]
         deep, volumes = [n for n, task in enumerate(self.tasks) if is_deep(task.stack)], self.volumes.of.values()
         return {
             "pictures": self._pictures(done, files_of, progress),
@@ -224,11 +233,27 @@ class SliceJob(Job):
             "slices": numbers,
             "side": self.plan.side,
             "records": {
+                "outcomes": [
+                    {"name": task.stack.name, "mask": task.mask.name, **vars(one), "told": str(one)}
+                    for task, one in zip(self.tasks, outcomes, strict=True)
+                ],
                 "inputs": [task.record() for task in self.tasks],
                 "volumes": [made.verdict.record(made.task.stack.name, made.task.mask.name) for made in volumes],
                 "jumps": found,
             },
         }
+
+    def _outcome(self, number: int, done: JobResult) -> Outcome:
+        """Return whether a task's results are better than methods without a model, or why that is unknown."""
+        task, volume = self.tasks[number], self.volumes.of.get(number)
+        if volume is not None and volume.volume.tested:
+            return volume.verdict.outcome
+        if volume is None and self.tests:
+            masked = [index for index, has_mask in enumerate(task.mask.masked) if has_mask]
+            return outcome_of_slices(task, [done.read(number, index, ERRORS) for index in masked])
+        why = "as none was wanted" if self.session.prepared.quality is None else "with a bound on quality"
+        why = "as one sample is drawn" if self.samples == 1 else why
+        return Outcome(reason=f"no test was made on hidden regions, {why}")
 
     def _pictures(
         self, done: JobResult, files_of: Sequence[Mapping[str, ResultFile]], progress: Progress

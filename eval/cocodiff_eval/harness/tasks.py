@@ -21,6 +21,8 @@ from cocodiff_eval.harness.volume import Volume
 
 SHOWN = 12  # numbers of slices in a line
 BOUNDS = ("_low_90", "_high_90")  # added to a preset's name: the ends of intervals that hold 90 % of the truth
+SPREAD = "_spread"  # added to a preset's name: the standard deviation of samples
+BESIDE = (*BOUNDS, SPREAD)  # endings of files that are 0 outside the mask
 MASK = "mask"  # in the place of a preset, in the name of a mask's file
 LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
 
@@ -143,8 +145,8 @@ def result_files(
 ) -> dict[str, ResultFile]:
     """Return the files of a task's restored slices, by name.
 
-    A file with a preset's name holds the mean of its samples. `spread_of(preset)` holds their standard deviation, which
-    is no error, in the input's units: float32, 0 outside the mask.
+    A file with a preset's name holds the mean of its samples. One with SPREAD added holds their standard deviation,
+    which is no error, in the input's units, as float32. That and the ends of intervals are 0 outside the mask.
 
     presets: their names
     read: returns a slice of a file, given the file's name and the slice's index
@@ -152,7 +154,7 @@ def result_files(
     more: endings of further files, such as BOUNDS, which are added to each preset's name
     """
     kinds = {preset: (task.stack.dtype, preset) for preset in presets}
-    kinds |= {spread_of(preset): (np.dtype(np.float32), preset) for preset in presets if samples > 1}
+    kinds |= {preset + SPREAD: (np.dtype(np.float32), preset) for preset in presets if samples > 1}
     kinds |= {f"{preset}{one}": (task.stack.dtype, preset) for preset in presets for one in more}
     return {name: ResultFile(*kind, partial(read, name)) for name, kind in kinds.items()}
 
@@ -165,44 +167,41 @@ def export(
     of_mask: Mapping[str, Any],
     progress: Progress,
 ) -> list[str]:
-    """Writes a task's results in its format, slice by slice, and beside them a mask that was made, where 255 is
-    restored; in stores of results it is a label image, with the labels of a Zarr input.
+    """Writes a task's results in its format, slice by slice, and beside them a mask that was made or changed, where 255
+    is restored; in stores of results it is a label image, with the labels of a Zarr input.
 
     provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata. progress:
     shows the slices that are written, see `reading_bar`. Returns a line for each label of the input's that is not kept.
     """
     mask, stack, lost = task.mask, task.stack, list[str]()
-    made = not mask.from_file
+    made = not mask.from_file or mask.changed
 
-    def write(name: str, like: Stack, dtype: np.dtype, read: Reader, about: Mapping[str, Any]) -> NewVolume:
+    def write(
+        name: str, like: Stack, dtype: np.dtype, read: Reader, about: Mapping[str, Any], sparse: bool
+    ) -> NewVolume:
         about, slices = {**about, "mask": mask.name}, iter(progress(range(len(task.stack)), f"writing {name}"))
 
         def shown(index: int) -> np.ndarray:
             next(slices, None)
             return read(index)
 
-        return write_volume(task.format, folder, partial(task.files.result, name), like, dtype, shown, about)
+        return write_volume(task.format, folder, partial(task.files.result, name), like, dtype, shown, about, sparse)
 
     for name, file in files.items():
-        like = stack.as_map() if name == spread_of(file.preset) else stack
-        written = write(name, like, file.dtype, file.read, provenance[file.preset])
+        like = stack.as_map() if name.endswith(SPREAD) else stack
+        written = write(name, like, file.dtype, file.read, provenance[file.preset], name.endswith(BESIDE))
         if task.format == "zarr" and name == file.preset:
             from cocodiff_eval.data.labels import write_labels  # Zarr's library, which takes a second
 
             lost += write_labels(written, stack, mask.read if made else None, {**of_mask, "mask": mask.name})
     if made and task.format != "zarr":
-        write(MASK, stack.as_map(), np.dtype(np.uint8), lambda index: mask.read(index) * np.uint8(255), of_mask)
+        write(MASK, stack.as_map(), np.dtype(np.uint8), lambda index: mask.read(index) * np.uint8(255), of_mask, True)
     return lost
 
 
 def kept_samples(samples: int) -> list[str]:
     """What is added to a preset's name for the files of its samples."""
     return [f"_sample_{number}" for number in range(samples)]
-
-
-def spread_of(preset: str) -> str:
-    """The name under which a preset's standard deviation is kept."""
-    return f"{preset}_spread"
 
 
 def slice_name(stack: Stack, index: int) -> str:

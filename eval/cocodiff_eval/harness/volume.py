@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cocodiff.config.errors import UserError, check_choice
+from cocodiff.jobs.arrays import Outcome
 from cocodiff_eval.data.masks import Mask, depth
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, reoriented_shape
 from cocodiff_eval.data.slices import SMALLEST_SIDE
@@ -24,6 +25,7 @@ from cocodiff_eval.restore.baseline import HARMONIC, METHODS, SMALL
 AUTO = "auto"
 OWN = "cocodiff"  # the mean, beside methods without a model
 ALONE = "the model alone"  # its axes without the methods that have none
+NOWHERE = "no known region like the mask's could be hidden"
 CUT = "; parts of the mask find too few places whole, so these regions are smaller: errors under it may be larger"
 THROUGH = 0.9  # of the masked voxels see nothing known along z: other axes are not worth their time
 TENTH = 10  # of the job's samples of slices, one in so many is made for the test
@@ -132,6 +134,14 @@ class HiddenRegionReport:
         figures = self.psnr_db or {}
         return not self.axes and figures[ALONE] < figures[OWN] - HOPELESS_DB
 
+    @property
+    def outcome(self) -> Outcome:
+        """The answer to whether what is written is better than methods without a model."""
+        if self.lead is None:
+            return Outcome(reason=NOWHERE)
+        rival = next(name for name in self.psnr_db or {} if name in METHODS)
+        return self.lead.outcome(rival, bool(self.axes))
+
     def line(self, where: str) -> str:
         """What the user is told first."""
         figures = dict(self.psnr_db or {})
@@ -140,20 +150,7 @@ class HiddenRegionReport:
         others = [name for name in figures if name not in (OWN, ALONE, *map(along, AXES))]
         told = ", ".join(f"{name} {figures[name]:.1f}" for name in ([ALONE] if ALONE in figures else []) + others)
         found = f"on {self.regions} hidden regions of this {self.of}: {OWN} {figures[OWN]:.1f} dB, {told}"
-        kind, lead = CUT if self.cut else "", self.lead
-        if lead is None:
-            return f"{where}: {found}{kind}"
-        ahead, behind, low, high, wins = OWN, others[0], lead.low, lead.high, lead.wins
-        if lead.db < 0:
-            ahead, behind, low, high, wins = behind, ahead, -high, -low, lead.of - wins
-        if not self.axes:
-            written = " and ".join(name for name, weight in self.weights.items() if weight)
-            return f"{where}: {found}; {written} written without the model, as no mean with it errs less{kind}"
-        told = f"{found}; {ahead} is ahead of {behind} by {abs(lead.db):.1f} dB, in {wins} of {lead.of} regions"
-        expected = "too few to tell what is so under the mask"
-        if math.isfinite(low):
-            expected = f"under the mask {low:.1f} to {high:.1f} dB are to be expected"
-        return f"{where}: {told}; {expected}{'' if lead.is_clear else ': no clear winner'}{kind}"
+        return f"{where}: {found}; {self.outcome}{CUT if self.cut else ''}"
 
     def weights_line(self, where: str) -> str:
         told = [f"{name} {weight:.2f}" for name, weight in self.weights.items() if weight]

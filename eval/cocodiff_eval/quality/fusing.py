@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cocodiff.jobs.arrays import Outcome
 from cocodiff_eval.data.intensity import IntensityRange
 
 FOLDS = 8  # groups of blocks, each judged with weights that are learnt from the others
@@ -22,6 +23,7 @@ RIDGE, ONE = 1e-6, 1e3
 FLOORS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # candidates for the intervals' floor, in root mean square errors
 SHARES = (0.5, 0.9)  # nominal shares of the intervals
 FEWEST_HIDDEN = 200  # least number of voxels that intervals are calibrated with
+UNSURE_DB = 3.0  # a range of leads from below -UNSURE_DB to above UNSURE_DB says nothing: twice the error, either way
 LEAD_SHARE, FEWEST = 0.95, 3  # nominal share of a lead's range, and the least number of regions for a range
 
 
@@ -216,11 +218,25 @@ class Lead:
     high: float  # upper end of the same
     wins: int  # number of regions in which the first has the smaller error
     of: int  # number of all regions
+    voxels: int  # number of voxels in them
 
-    @property
-    def is_clear(self) -> bool:
-        """True if one of the two is expected to be ahead, as 0 is outside the range."""
-        return self.low > 0 or self.high < 0
+    def outcome(self, rival: str, by_model: bool = True) -> Outcome:
+        """Return what the lead over the best method without a model says.
+
+        Args:
+            rival: that method's name.
+            by_model: False if no model has a part in what was restored.
+        """
+        kind, reason = "tie", None
+        if self.low > 0:
+            kind = "ahead"
+        elif not by_model or self.high < 0 or (self.low < -UNSURE_DB and self.high <= UNSURE_DB):
+            kind = "as good"
+        elif self.low < -UNSURE_DB:
+            kind = "unknown"
+            reason = "either may be far ahead" if math.isfinite(self.low) else "too few regions could be hidden"
+        expected_db = (round(self.low, 2), round(self.high, 2)) if math.isfinite(self.low) else None
+        return Outcome(kind, rival, round(self.db, 2), expected_db, self.of, self.voxels, reason)
 
     @classmethod
     def found(cls, own_P: np.ndarray, other_P: np.ndarray, region_P: np.ndarray, parts: int) -> Lead:
@@ -247,7 +263,7 @@ class Lead:
             without_R = 10 * np.log10(np.divide(*others_R))
             variance = (count - 1) * float(without_R.var()) * (1 + count / parts)
             reach = float(student.ppf((1 + LEAD_SHARE) / 2, count - 1)) * math.sqrt(variance)
-        return cls(lead, lead - reach, lead + reach, int((own_R < other_R).sum()), count)
+        return cls(lead, lead - reach, lead + reach, int((own_R < other_R).sum()), count, own_P.size)
 
 
 def quantile(scores_P: np.ndarray, share: float) -> float:

@@ -31,6 +31,7 @@ WORST = 48  # slices of a stack that have pictures because their PSNR is the low
 LOSSLESS = 100  # the quality that stands for WebP without loss
 QUALITIES = (LOSSLESS, 90, 75, 60, 45, 30, 15, 5)  # of WebP, from the best
 SMALLEST_SIDE = 64  # pixels; in smaller pictures nothing could be recognised
+ENDS = ("low", "high")  # kinds of pictures of the ends of intervals
 BLOCK = 16  # side in pixels of the blocks that WebP codes
 
 
@@ -49,6 +50,7 @@ class Picture:
     truth_YX: np.ndarray | None = None  # the original; None if unknown
     # half the width of the 90 % intervals for each preset; empty if there are none
     uncertainty: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ends: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)  # low and high ends of these intervals
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def plan_pictures(masked: Sequence[Sequence[bool]], modes: int) -> PicturePlan:
 
     Args:
         masked: for each task and slice, True if the slice has masked voxels.
-        modes: number of restored pictures of a slice: presets, biharmonic, and maps of the uncertainty.
+        modes: number of restored pictures of a slice: presets, biharmonic, and two for each preset's interval.
     """
     frames = 1 + 2 * modes * MASKED  # a slice's pictures, in whole ones: the original, restored ones and their errors
     hidden = sum(map(sum, masked))
@@ -165,10 +167,11 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
     hole_YX = _touched(mask_YX, side)
     plain_YX = ~_near(hole_YX)
     images = {("original", ""): _grey8(original_YX, low, high, side)}
-    for mode, restored_YX in picture.restored.items():
+    ends = [((kind, mode), end_YX) for mode, of in picture.ends.items() for kind, end_YX in zip(ENDS, of, strict=True)]
+    for key, restored_YX in [*((("restored", mode), one) for mode, one in picture.restored.items()), *ends]:
         grey_YX = _grey8(restored_YX, low, high, side)
         grey_YX[plain_YX] = 127
-        images["restored", mode] = grey_YX
+        images[key] = grey_YX
     head = {
         "name": picture.name,
         "mask": picture.mask,

@@ -27,6 +27,7 @@ DIGITS = {"psnr_db": 2, "ssim": 4, "mse": 5}  # digits of tables after the point
 NAMES = {"psnr_db": "PSNR dB", "ssim": "SSIM", "mse": "MSE"}  # heads of tables
 # digits after the point, by the measure of cost
 COSTS = {"volume": 3, "exposed": 3, "of whole": 3, "speed-up to flat": 2, "seconds": 2}
+SHORT_S = 5.0  # seconds of a run; the times of shorter ones scatter too much for a small speed-up to be seen
 BEATEN = "beaten by"  # head of the column that names a better point
 WORDS = ("point", "mask", BEATEN)  # heads of columns that are not numbers
 Line = Mapping[str, Any]  # a line of results.jsonl
@@ -47,9 +48,9 @@ class Spread(NamedTuple):
         error = statistics.stdev(present) / len(present) ** 0.5 if len(present) > 1 else None
         return cls(statistics.fmean(present), error)
 
-    def text(self, digits: int) -> str:
-        """Return the mean and the standard error, if known, as text."""
-        return f"{self.mean:.{digits}f}" + ("" if self.error is None else f" +- {self.error:.{digits}f}")
+    def text(self, digits: int, unknown: str = "") -> str:
+        """Return the mean and the standard error as text, with `unknown` in place of an error that is not known."""
+        return f"{self.mean:.{digits}f}" + (unknown if self.error is None else f" +- {self.error:.{digits}f}")
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,8 @@ def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
     those that send no more.
     """
 
-    def shown(spreads: Iterable[Spread | None], digits: int) -> list[str]:
-        return [MISSING if spread is None else spread.text(digits) for spread in spreads]
+    def shown(spreads: Iterable[Spread | None], digits: int, unknown: str = "") -> list[str]:
+        return [MISSING if spread is None else spread.text(digits, unknown) for spread in spreads]
 
     of_runs = {name: [str(getattr(row, name)) for row in rows] for name in ("mask", "steps", "n")}
     quality = {"point": [row.point + (" *" if beyond(row) else "") for row in rows], **of_runs}
@@ -177,7 +178,7 @@ def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
     cost["vs exact dB"] = [_versus_exact(row, shown([row.vs_exact], 1)[0]) for row in rows]
     for name, digits in COSTS.items():
         if name != "exposed" or any(row.displaced for row in rows):
-            cost[name] = shown((row.cost[name] for row in rows), digits)
+            cost[name] = shown((row.cost[name] for row in rows), digits, " +- ?" * (name == "speed-up to flat"))
     cost[BEATEN] = [better_than(row, rows) for row in rows]
     return {"Quality": quality, "Bytes and speed": cost}
 
@@ -203,6 +204,10 @@ NOTE = (
     "paper's limits, * beyond one. Volume: bytes of q, k, v and o over the exact run's; of whole: over those of all "
     "tokens as they are along the point's own routes. Beaten by: a point that sends no more and is closer to exact."
 )
+NOTE_SHORT = (
+    "Speed-ups are of runs of {:.1f} s and more, each made once: where they last less than {:g} s, differences within "
+    "their standard error, or one of unknown error (?), say nothing."
+)
 NOTE_EXPOSED = (
     "Exposed: the bytes that attention waited for, over the exact run's; a point is beaten by one that has no more of "
     "these either."
@@ -211,7 +216,9 @@ NOTE_EXPOSED = (
 
 def note(rows: Sequence[Row]) -> str:
     """Return the explanation of the tables' columns."""
-    return f"{NOTE} {NOTE_EXPOSED}" if any(row.displaced for row in rows) else NOTE
+    seconds = min((spread.mean for row in rows if (spread := row.cost["seconds"]) is not None), default=SHORT_S)
+    notes = [NOTE, *[NOTE_EXPOSED] * any(row.displaced for row in rows)]
+    return " ".join([*notes, *[NOTE_SHORT.format(seconds, SHORT_S)] * (seconds < SHORT_S)])
 
 
 def told(rows: Sequence[Row]) -> str:

@@ -25,6 +25,8 @@ ON_TERMINAL = {  # heads of columns on the terminal, if they differ from the pag
 }
 _LONGEST_NAME = 28  # characters of an image's name on the terminal
 MISSING = "–"  # text of a cell without a value
+NO_TRUTH = "no truth"  # text of a cell without a value, as there is nothing to measure against
+EXACT = "vs exact run"  # head of the column of the distance to the run with exact exchange
 # values that a row of the baseline lacks
 OF_BASELINE = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}
 
@@ -65,18 +67,19 @@ def cells_of(
         within: the range of intensities that its PSNR refers to.
         digits: digits of seconds after the point.
     """
+    unknown = MISSING if row["mse"] is not None or row.get("mask", "") is None else NO_TRUTH
     shares = (row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90"))
     coverage = (MISSING if one is None else f"{100 * one:.0f} %" for one in shares)
     uncertainty = number(row.get("uncertainty"), 3)
     return {
         "preset": row["mode"],
-        "PSNR, dB": number(row["psnr_db"], 2),
+        "PSNR, dB": unknown if row["psnr_db"] is None else number(row["psnr_db"], 2),
         "range": MISSING if within is None else f"{within[0]:.6g} to {within[1]:.6g}",
         "jump between slices": number(jump, 2),
         "SSIM": number(row["ssim"], 3),
         "MSE": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
         **dict(zip(OF_SAMPLES, (number(row.get("psnr_db_single"), 2), *coverage, uncertainty), strict=True)),
-        "vs exact": versus_exact(row),
+        EXACT: versus_exact(row),
         "seconds": number(row["seconds"], digits),
         "rank seconds": number(row.get("rank_seconds"), digits),
     }
@@ -162,7 +165,7 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
         *["jump between slices"] * bool(jumps),
         "SSIM",
         *sampled,
-        "vs exact",
+        EXACT,
         "seconds",
     ]
     heads += ["rank seconds"] * ranked
@@ -173,7 +176,8 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
         for row in with_baseline(rows):
             cells = cells_of(row, jumps.get((name, mask, row["mode"])), ranges.get((name, mask)), digits=1)
             lines.append([shown, "-" if mask is None else mask, *(cells[head] for head in heads), all_bytes(row)])
-    return text_table(lines, "<<<" + ">" * len(heads))
+    columns = [of for n, of in enumerate(zip(*lines, strict=True)) if n < len("<<<") or {*of[1:]} != {MISSING}]
+    return text_table([*zip(*columns, strict=True)], "<<<" + ">" * (len(columns) - 3))
 
 
 def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
@@ -440,7 +444,7 @@ def summary_table(metrics: Mapping[str, Any]) -> Table | None:
         Column("mask", [row["mask"] or "" for row in rows]),
         Column("preset", [row["mode"] for row in rows], left=True),
         Column("n", [str(row["n"]) for row in rows]),
-        *(Column(head, [one[head] for one in cells]) for head in ("PSNR, dB", "SSIM", "vs exact", "seconds")),
+        *(Column(head, [one[head] for one in cells]) for head in ("PSNR, dB", "SSIM", EXACT, "seconds")),
         Column("bytes sent, sum", [all_bytes(row) for row in rows]),
     ]
     return Table.of("Means over all images", columns, [row["mode"] == "biharmonic" for row in rows])

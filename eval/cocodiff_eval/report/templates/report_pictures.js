@@ -3,6 +3,7 @@
 // Pictures of a slice, decoded from the page's inert blocks when they are looked at.
 
 const HOLE = [46, 110, 168];
+const OUTLINE = [255, 176, 0];
 const REMEMBERED = 12; // slices whose pixels are kept
 
 const colours = (() => {
@@ -53,11 +54,12 @@ class Pictures {
   }
 
   async decode(stored) {
-    const [original, hole, unknown, restored, error, uncertainty, image] = await Promise.all([
-      pixelsOf(stored.original, "webp"), maskOf(stored.hole), maskOf(stored.unknown),
-      allPixels(stored.restored), allPixels(stored.error), allPixels(stored.uncertainty), allPixels(stored.images),
+    const [original, hole, unknown, restored, error, uncertainty, low, high, image] = await Promise.all([
+      pixelsOf(stored.original, "webp"), maskOf(stored.hole), maskOf(stored.unknown), allPixels(stored.restored),
+      allPixels(stored.error), allPixels(stored.uncertainty), allPixels(stored.low), allPixels(stored.high),
+      allPixels(stored.images),
     ]);
-    return { ...stored, original, hole, unknown, restored, error, uncertainty, image };
+    return { ...stored, original, hole, unknown, restored, error, uncertainty, low, high, image };
   }
 }
 
@@ -74,7 +76,7 @@ function composed(slice, kind, mode) {
   if (kind === "original") return replaced(slice.original, slice.unknown, () => HOLE);
   if (kind === "masked") return replaced(slice.original, slice.hole, () => HOLE);
   const { data } = slice[kind].get(mode);
-  if (kind === "restored") return replaced(slice.original, slice.hole, (at) => data.subarray(at, at + 4));
+  if (["restored", "low", "high"].includes(kind)) return replaced(slice.original, slice.hole, (at) => data.subarray(at, at + 4));
   return coloured(slice[kind].get(mode));
 }
 
@@ -83,6 +85,18 @@ function replaced(image, mask, pixel) {
   const result = new ImageData(image.data.slice(), image.width, image.height);
   for (let at = 0; mask && at < result.data.length; at += 4) {
     if (mask.data[at] > 127) result.data.set(pixel(at), at);
+  }
+  return result;
+}
+
+/** A copy with the known pixels beside the mask in the colour of its outline. */
+function outlined(image, mask) {
+  const { width, height } = image, result = new ImageData(image.data.slice(), width, height);
+  const masked = (x, y) => x >= 0 && x < width && y >= 0 && y < height && mask.data[4 * (y * width + x)] > 127;
+  for (let at = 0; mask && at < width * height; at += 1) {
+    const [x, y] = [at % width, Math.floor(at / width)];
+    const beside = masked(x - 1, y) || masked(x + 1, y) || masked(x, y - 1) || masked(x, y + 1);
+    if (beside && !masked(x, y)) result.data.set(OUTLINE, 4 * at);
   }
   return result;
 }

@@ -1,8 +1,8 @@
 // The viewer of a series: a slider over slices, a picture to flip in place, all pictures beside it, curves, worst slices.
 
 const KINDS = { original: "original", masked: "masked", restored: "restored", error: "difference",
-  uncertainty: "uncertainty", image: "image" };
-const OF_A_PRESET = ["restored", "error", "uncertainty", "image"];
+  uncertainty: "uncertainty", low: "low 90 %", high: "high 90 %", image: "image" };
+const OF_A_PRESET = ["restored", "error", "uncertainty", "low", "high", "image"];
 const WORST_SHOWN = 10;
 
 class Viewer {
@@ -21,6 +21,7 @@ class Viewer {
     this.worked = restored ?? this.pictures.numbers[0]; // the first slice that was restored
     this.generated = this.first().images !== undefined;
     this.kind = this.generated ? "image" : "restored";
+    this.outline = true;
     this.root.append(this.slider(), this.choices(), this.panes(), this.curves());
     const pictured = this.pictures.numbers.length, { total } = this.numbers;
     if (this.numbers.stack !== null && pictured < total) {
@@ -65,7 +66,16 @@ class Viewer {
       const choose = () => this.choose(OF_A_PRESET.includes(this.kind) ? this.kind : "restored", mode);
       return [mode, button({}, choose, swatch, mode)];
     }));
-    return element("div", { class: "bar", role: "group", "aria-label": "Preset" }, ...this.modeButtons.values());
+    this.outlineButton = button({}, () => this.turnOutline(), "outline of the mask");
+    this.outlineButton.hidden = this.generated;
+    const bar = element("div", { class: "bar", role: "group", "aria-label": "Preset" }, ...this.modeButtons.values());
+    bar.append(this.outlineButton);
+    return bar;
+  }
+
+  turnOutline() {
+    this.outline = !this.outline;
+    this.draw();
   }
 
   panes() {
@@ -79,7 +89,7 @@ class Viewer {
     this.modes.forEach((mode, column) => {
       const ofPreset = this.generated ? ["image"] : ["restored"];
       if (mode in this.numbers.psnr_db) ofPreset.push("error");
-      if (this.numbers.uncertain.includes(mode)) ofPreset.push("uncertainty");
+      if (this.numbers.uncertain.includes(mode)) ofPreset.push("uncertainty", "low", "high");
       ofPreset.forEach((kind, row) => this.cells.push(this.cell(kind, mode, column + kinds.length / 2, row)));
     });
     const columns = this.modes.length + kinds.length / 2;
@@ -195,7 +205,11 @@ class Viewer {
     let kind = this.kind;
     if (!hasPicture(slice, kind, this.mode)) kind = this.generated ? "image" : "original";
     this.cells.forEach((cell) => this.fill(cell, slice, kind));
-    if (hasPicture(slice, kind, this.mode)) show(this.canvas, composed(slice, kind, this.mode));
+    this.outlineButton.setAttribute("aria-pressed", this.outline);
+    if (hasPicture(slice, kind, this.mode)) {
+      const image = composed(slice, kind, this.mode);
+      show(this.canvas, this.outline ? outlined(image, slice.hole) : image);
+    }
     this.describe(slice, kind);
     this.section.dataset.shown = number; // what stands on the screen, for whoever drives the page
     this.section.dataset.kind = kind;
@@ -219,7 +233,7 @@ class Viewer {
     if (at >= 0 && psnr_db[mode]?.[at] != null) words.push(`${psnr_db[mode][at].toFixed(2)} dB`);
     if (at >= 0 && ssim[mode]?.[at] != null) words.push(`SSIM ${ssim[mode][at].toFixed(3)}`);
     const distance = exact[mode]?.[this.number];
-    if (distance !== undefined) words.push(distance === 0 ? "identical to exact" : `${distance} dB vs exact`);
+    if (distance !== undefined) words.push(distance === 0 ? "same bits as with exact exchange" : `${distance} dB from the run with exact exchange`);
     return words.join(", ");
   }
 
@@ -228,6 +242,7 @@ class Viewer {
     let value = OF_A_PRESET.includes(kind) ? this.judged(this.mode) : "";
     if (this.numbers.left.includes(this.number)) value = "masked wholly: the slice was left as in the input";
     else if (slice.hole === null && !this.generated) value = "nothing is masked here: the slice was copied bit for bit";
+    else if (kind === "low" || kind === "high") value = "an end of the interval that holds 90 %";
     else if (kind === "original" && this.unknown) value = "the original under the mask is unknown";
     this.caption.replaceChildren(element("strong", {}, of), element("span", { class: "value" }, value));
     this.canvas.setAttribute("aria-label", `${this.name(this.number)}, ${of}. ${value}`);
@@ -248,7 +263,8 @@ class Viewer {
     if (name in steps) this.go(this.place + steps[name]);
     else if (name === "ArrowUp" || name === "ArrowDown") this.turn(name === "ArrowUp" ? -1 : 1);
     else if (name === " ") this.flip();
-    else if (!this.generated && /^[1-5]$/.test(name) && kinds[name - 1]) this.choose(kinds[name - 1], this.mode);
+    else if (name === "o" && !this.generated) this.turnOutline();
+    else if (!this.generated && /^[1-7]$/.test(name) && kinds[name - 1]) this.choose(kinds[name - 1], this.mode);
     else if (this.generated && /^[1-9]$/.test(name) && this.modes[name - 1]) this.choose("image", this.modes[name - 1]);
     else return false;
     return true;

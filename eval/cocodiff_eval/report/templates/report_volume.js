@@ -99,10 +99,15 @@ class VolumeViewer {
       if (this.box !== this.whole) this.box = this.around(regions[this.turn]);
       this.go(middleOf(regions[this.turn]));
     }, "next region");
+    this.outline = true;
+    this.outlineButton = button({}, () => {
+      this.outline = !this.outline;
+      this.draw();
+    }, "outline of the mask");
     this.zoom.hidden = !this.stored.regions.length;
     this.next.hidden = this.stored.regions.length < 2;
     const layers = element("div", { class: "bar", role: "group", "aria-label": "What the three views show" }, ...this.buttons);
-    layers.append(this.zoom, this.next);
+    layers.append(this.outlineButton, this.zoom, this.next);
     return layers;
   }
 
@@ -154,6 +159,7 @@ class VolumeViewer {
     for (const view of this.views) this.drawView(view, sides);
     this.buttons.forEach((button, number) => button.setAttribute("aria-pressed", this.layers[number] === shown));
     this.zoom.setAttribute("aria-pressed", box !== this.whole);
+    this.outlineButton.setAttribute("aria-pressed", this.outline);
     this.tell();
     const length = roundLength(0.3 * room[0] / this.scale);
     this.bar.style.width = `${length * this.scale}px`;
@@ -171,11 +177,15 @@ class VolumeViewer {
     const { box, at, strides, palette, masked } = this, { voxels, holes } = this.shown;
     const [top, bottom] = box[rows], [left, right] = box[columns];
     const image = new ImageData(right - left, bottom - top);
-    const pixels = new Uint32Array(image.data.buffer), hole = pixel(...HOLE);
+    const pixels = new Uint32Array(image.data.buffer), hole = pixel(...HOLE), outline = pixel(...OUTLINE);
+    const beside = (row, column, voxel) =>
+      (column > left && masked[voxel - strides[columns]]) || (column < right - 1 && masked[voxel + strides[columns]])
+      || (row > top && masked[voxel - strides[rows]]) || (row < bottom - 1 && masked[voxel + strides[rows]]);
     for (let row = top, place = 0; row < bottom; row += 1) {
       let voxel = at[through] * strides[through] + row * strides[rows] + left * strides[columns];
       for (let column = left; column < right; column += 1, voxel += strides[columns]) {
-        pixels[place++] = holes && masked[voxel] ? hole : palette[voxels[voxel]];
+        const edge = this.outline && !masked[voxel] && beside(row, column, voxel);
+        pixels[place++] = edge ? outline : holes && masked[voxel] ? hole : palette[voxels[voxel]];
       }
     }
     const small = element("canvas");
