@@ -11,7 +11,7 @@ from worlds import topologies, topology_of
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.topology.axes import Axes, Coordinates, Mesh, cut, mesh_without_ring, meshes
+from cocodiff.topology.axes import PLACEMENTS, Axes, Coordinates, Mesh, cut, mesh_without_ring, meshes
 
 PLANES = ((0, 3, 4, 6, 8, 11), (1, 2, 5, 7, 9, 10))  # of an Aurora node
 SECOND = tuple(tuple(rank + 12 for rank in plane) for plane in PLANES)
@@ -94,13 +94,18 @@ def test_every_rank_is_in_one_branch_and_in_one_slot_of_its_mesh(topology, data)
     replica = data.draw(st.sampled_from(divisors(topology.size)))
     guidance = data.draw(st.sampled_from(divisors(topology.size // replica)))
     ring = data.draw(st.sampled_from(divisors(topology.size // replica // guidance)))
+    placement = data.draw(st.sampled_from(PLACEMENTS))
     axes = Axes.build(topology, replica, guidance)
     every = [rank for of_replica in axes.branches for ranks in of_replica for rank in ranks]
     assert sorted(every) == [*range(topology.size)]
     for rank in range(topology.size):
         at, branch = axes.coordinates(rank), axes.branch(rank)
-        mesh = Mesh.build(topology.part(branch), ring)
+        mesh = Mesh.build(topology.part(branch), ring, placement)
         group, slot = mesh.group_and_slot(branch.index(rank))
+        assert (mesh.ring, mesh.ulysses) == (ring, len(branch) // ring)
+        part = mesh.parts[group]
+        assert part.nics[slot] == topology.nics[rank]
+        assert sorted({place.node for place in part.places}) == list(range(part.nodes))
         assert branch[mesh.groups[group][slot]] == rank and set(branch) <= set(axes.replica(rank))
         assert axes.partners(rank)[at.guidance] == rank
         for other in branch:
