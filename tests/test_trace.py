@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 
 import pytest
 
@@ -67,5 +68,5 @@ def test_traces_of_several_ranks_and_modes_go_together(tmp_path, snapshot):
     took_us = [(s.end_ns - s.start_ns) / 1e3 for of_mode in traces.values() for one in of_mode for s in one.spans]
     assert min(span.pop("ts") for span in spans) == 0
     assert sorted(span.pop("dur") for span in spans) == pytest.approx(sorted(took_us))
-    written["traceEvents"].sort(key=str)
-    snapshot(json.dumps(written, indent=1))
+    written["traceEvents"].sort(key=partial(json.dumps, sort_keys=True))
+    snapshot(json.dumps(written, indent=1, sort_keys=True))
