@@ -148,7 +148,7 @@ def test_another_size_and_another_engine_are_compiled_anew(no_compiler):
             said.append(engine.compiled)
         return said
 
-    for first, second, third in run_ranks(2, work):
+    for first, second, third in run_ranks(3, work):
         graphs, later = ([int(one.split()[number]) for one in (first, second, third)] for number in (1, 6))
         assert graphs[1] == graphs[2] == 2 * graphs[0] and later == [0, graphs[0], graphs[0]]
 
