@@ -146,6 +146,16 @@ def one_thread_a_rank():
 
 
 @pytest.fixture
+def alone() -> Iterator[Any]:
+    """The transport of a world of one rank."""
+    from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
+
+    transport = LoopbackTransport(LoopbackWorld(1), 0)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
 def promptly() -> Iterator[None]:
     """For what must not wait for ever: a test that does fails after twenty seconds."""
 

@@ -44,11 +44,6 @@ def mpiexec(
     return run([launcher, *patience, "-n", str(ranks), *python, str(file), *arguments], timeout_s)
 
 
-def python(file: Path, *arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Runs a Python file in a fresh process."""
-    return run([sys.executable, str(file), *arguments], timeout_s)
-
-
 def run(command: Sequence[str], timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Runs a command in a process group of its own, which ends with it, in time or not.
 

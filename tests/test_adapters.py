@@ -218,6 +218,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "change"),
     [

@@ -52,6 +52,7 @@ def syntax(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
 def imports_of_ours(path: Path) -> set[str]:
     """The modules of ours that a file imports, anywhere in it; of a package the names that are modules of it."""
     found: set[str] = set()

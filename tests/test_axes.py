@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import chain, combinations
 
 import pytest
 from hypothesis import given, settings
@@ -11,11 +11,7 @@ from worlds import topologies, topology_of
 
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.topology.axes import Axes, Coordinates, Mesh, cut, mesh_without_ring, meshes
-
-PLANES = ((0, 3, 4, 6, 8, 11), (1, 2, 5, 7, 9, 10))  # of an Aurora node
-SECOND = tuple(tuple(rank + 12 for rank in plane) for plane in PLANES)
-NODES = (tuple(range(12)), tuple(range(12, 24)))
+from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh, mesh_without_ring, meshes
 
 
 def links_in(topology: Topology, ranks: tuple[int, ...]) -> set[str | None]:
@@ -26,28 +22,6 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-@pytest.mark.parametrize(
-    ("topology", "replica", "guidance", "branches"),
-    [
-        (topology_of("aurora", 12), 1, 1, (NODES[:1],)),
-        (topology_of("aurora", 12), 1, 2, (PLANES,)),
-        (topology_of("aurora", 24), 1, 2, (NODES,)),
-        (topology_of("aurora", 24), 2, 2, (PLANES, SECOND)),  # replicas take whole nodes
-        (topology_of("local", 5), 5, 1, tuple(((rank,),) for rank in range(5))),
-        (topology_of("local", 10, 5), 1, 2, ((tuple(range(5)), tuple(range(5, 10))),)),
-    ],
-)
-def test_replicas_take_nodes_and_branches_nodes_or_planes(topology, replica, guidance, branches):
-    axes = Axes.build(topology, replica, guidance)
-    assert axes.branches == branches
-    for number, of_replica in enumerate(branches):
-        for branch, ranks in enumerate(of_replica):
-            for slot, rank in enumerate(ranks):
-                assert axes.coordinates(rank) == Coordinates(number, branch)
-                assert axes.branch(rank) == ranks and set(axes.replica(rank)) == {r for of in of_replica for r in of}
-                assert axes.partners(rank) == tuple(of_branch[slot] for of_branch in of_replica)
-
-
 def test_a_part_of_a_ragged_machine_is_ragged():
     ten = Axes.build(topology_of("local", 10, 5), guidance=2)
     assert ten.topology.part(ten.branch(7)).served_planes == topology_of("local", 5).served_planes
@@ -56,22 +30,10 @@ def test_a_part_of_a_ragged_machine_is_ragged():
 
 def test_a_ring_on_a_branch_keeps_its_groups_in_planes():
     topology = topology_of("aurora", 24)
-    mesh = Mesh.build(topology.part(NODES[1]), 2)
+    mesh = Mesh.build(topology.part(range(12, 24)), 2)
     group, slot = mesh.group_and_slot(1)
     assert mesh.topology.nodes == 1 and tuple(ranks[slot] for ranks in mesh.groups) == (0, 1)
     assert links_in(mesh.topology, mesh.groups[group]) == {"plane"}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "parts", "links"),
-    [(1, 6, {"sibling"}), (1, 4, {"plane"}), (1, 3, {"sibling", "plane", "cross_plane"}), (2, 4, {"plane"})],
-)
-def test_small_parts_of_nodes(nodes, parts, links):
-    """A card's siblings, half a plane; and two cards where a third of a node fits no plane."""
-    topology = topology_of("aurora", 12 * nodes)
-    found = cut(topology, tuple(range(topology.size)), parts)
-    assert set().union(*(links_in(topology, ranks) for ranks in found)) == links
-    assert nodes == 1 or found == (*PLANES, *SECOND)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +56,22 @@ def test_every_rank_is_in_one_branch_and_in_one_slot_of_its_mesh(topology, data)
     replica = data.draw(st.sampled_from(divisors(topology.size)))
     guidance = data.draw(st.sampled_from(divisors(topology.size // replica)))
     ring = data.draw(st.sampled_from(divisors(topology.size // replica // guidance)))
+    placement = data.draw(st.sampled_from(PLACEMENTS))
     axes = Axes.build(topology, replica, guidance)
     every = [rank for of_replica in axes.branches for ranks in of_replica for rank in ranks]
     assert sorted(every) == [*range(topology.size)]
     for rank in range(topology.size):
         at, branch = axes.coordinates(rank), axes.branch(rank)
-        mesh = Mesh.build(topology.part(branch), ring)
+        mesh = Mesh.build(topology.part(branch), ring, placement)
         group, slot = mesh.group_and_slot(branch.index(rank))
+        assert (mesh.ring, mesh.ulysses) == (ring, len(branch) // ring)
+        part = mesh.parts[group]
+        assert part.nics[slot] == topology.nics[rank]
+        assert sorted({place.node for place in part.places}) == list(range(part.nodes))
         assert branch[mesh.groups[group][slot]] == rank and set(branch) <= set(axes.replica(rank))
-        assert axes.partners(rank)[at.guidance] == rank
+        of_replica = axes.branches[at.replica]
+        assert of_replica[at.guidance] == branch and set(axes.replica(rank)) == {*chain(*of_replica)}
+        assert axes.partners(rank) == tuple(ranks[branch.index(rank)] for ranks in of_replica)
         for other in branch:
             a, b = branch.index(rank), branch.index(other)
             assert mesh.topology.link_class(a, b) == topology.link_class(rank, other)

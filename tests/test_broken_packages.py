@@ -87,7 +87,7 @@ def test_a_run_on_tiff_works_where_no_other_package_does(error: str, broken: Cal
     assert "peft" in done.stdout + done.stderr and MISSING in done.stdout + done.stderr
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("file", "needs"),
     [("x.h5", "h5py"), ("x.zarr", "zarr numcodecs"), ("x.npy", ""), ("x.png", ""), ("x.mrc", "mrcfile")],
@@ -114,7 +114,7 @@ def test_a_format_works_where_all_that_it_does_not_need_is_broken(
         ("PIL", "x.png", ()),
     ],
 )
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_format_whose_package_is_broken_is_refused_before_the_run_in_one_line(
     package: str, file: str, more: Sequence[str], error: str, broken: Callable[..., None], files: Path
@@ -133,7 +133,7 @@ def test_without_imagecodecs_only_what_it_would_decode_is_refused(broken: Callab
     assert done.returncode == 2 and "imagecodecs" in done.stderr and MISSING in done.stderr, done.stderr
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("package", ["scipy", "accelerate", "skimage", "transformers"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_what_every_run_needs_and_does_not_import_is_one_line(

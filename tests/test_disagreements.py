@@ -26,7 +26,7 @@ REFUSAL = r"UserError: 1 of \d ranks \(\d\) call the transformer with another st
 
 
 @pytest.mark.usefixtures("one_thread_a_rank")
-@pytest.mark.sample(14)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("size", "odd", "settings"), WORLDS)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_make_different_calls_are_told_which(

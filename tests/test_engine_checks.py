@@ -37,20 +37,11 @@ from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_input
 from tiny_pipelines import PIPELINES
 from torch import nn
 
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 STEPS = 6
-
-
-@pytest.fixture
-def alone():
-    """The transport of a world of one rank."""
-    transport = LoopbackTransport(LoopbackWorld(1), 0)
-    yield transport
-    transport.close()
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -166,18 +157,6 @@ def test_positional_arguments_are_checked_and_counted_like_named_ones(alone):
             model(*inputs.values(), [torch.zeros(1)])
 
 
-def test_the_engine_counts_a_models_calls(alone):
-    """A call at the timestep of the one before is of another branch of the same step."""
-    model, inputs = sd3_transformer(3), sd3_inputs(2, 2, 3, 2)
-    found = []
-    with torch.no_grad(), parallelize(model, transport=alone) as engine:
-        assert engine.counter.step == -1
-        for timestep in (900.0, 600.0, 300.0, 300.0):
-            model(**inputs | {"timestep": torch.full((2,), timestep)})
-            found.append((engine.counter.step, engine.counter.branch))
-    assert found == [(0, 0), (1, 0), (2, 0), (2, 1)]
-
-
 # Caches ---------------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +243,7 @@ APPLIED = {
 OF_BLOCKS = replace(BROADCAST, spatial_attention_block_identifiers=("blocks",))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "config", "preset"),
     [

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from covering import covering, examples, thorough
-from exactness import Case, Expected, check_ranks, check_world, denoise, parallel_outputs
+from exactness import Case, denoise
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from launching import TESTS, assert_succeeded
-from on_ranks import outputs_of, state_of
+from on_ranks import VARIANTS, check_exact, check_near, outputs_of, state_of
 from tiny_models import FAMILIES, HEADS
-from warm_ranks import warm_mpiexec
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
@@ -36,9 +34,13 @@ IN_A_MESH = Case(24, 7, 8, 11, dtype=torch.bfloat16, family="qwen")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_rank_has_one_process_bits(family):
-    expected = Expected.of(case := Case(HEADS[family], 5, 7, 11, batch=2, family=family))
-    (outputs,) = run_ranks(1, lambda transport: parallel_outputs(transport, expected.model, case, "local"))
-    assert all(torch.equal(output, expected.plain) for output in outputs)
+    """Of images of several sizes; the last call repeats the first."""
+    calls = [
+        Case(HEADS[family], 5, 7, 11, 2, family=family).inputs(),
+        Case(HEADS[family], 4, 4, 2, family=family).inputs(),
+    ]
+    check_exact(1, FAMILIES[family][0](HEADS[family]), [*calls, calls[0]], VARIANTS)
+    check_exact(3, FAMILIES[family][0](6), [*calls, calls[0]], {"tapa": {}})
 
 
 @pytest.mark.sample(3)
@@ -69,15 +71,18 @@ def test_one_rank_has_one_process_bits(family):
 )
 def test_equals_one_process_on_machines_in_meshes_and_in_stages(machine, size, case, settings, degrees, staged):
     """degrees: of Ulysses and of Ring, chosen where the settings name none; staged: whether Torus is at work."""
-    for engine in check_world(case, size, machine, **settings):
+
+    def look(engine: Any) -> None:
         mesh, exchange = engine.sequence.mesh, engine.sequence.strategy.exchange
         assert (mesh.ulysses, mesh.ring) == degrees
         assert (exchange is not None and exchange.staged is not None) == staged  # Ring alone has no exchange
 
+    check_exact(size, case.model(), [case.inputs()], VARIANTS, seen=look, machine=machine, **settings)
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@examples(3, exhaustive=24)
+@examples(2, exhaustive=24)
 def test_any_sizes_and_any_mesh(family, data):
     size = data.draw(st.sampled_from((2, 3, 4, 5, 6, 7, 9, *((12, 24) if thorough() else ()))), "ranks")
     heads, batch = data.draw(st.sampled_from((5, HEADS[family])), "heads"), data.draw(st.integers(1, 2), "batch")
@@ -92,25 +97,11 @@ def test_any_sizes_and_any_mesh(family, data):
     }
     machine = "aurora" if size in (12, 24) and data.draw(st.booleans()) else "local"
     dual = data.draw(st.sampled_from(((), (0,), (0, 1))), "dual") if family == "sd3" else ()
-    check_world(Case(heads, height, width, text, batch, dual, dtype, family), size, machine, **mesh)
+    case = Case(heads, height, width, text, batch, dual, dtype, family)
+    check_exact(size, case.model(), [case.inputs()], VARIANTS, machine=machine, **mesh)
 
 
-def test_sizes_may_change_from_call_to_call():
-    """One engine serves images of several sizes; the last call repeats the first."""
-    calls = [CASES["24 heads"], Case(24, 4, 4, 2, batch=2), CASES["24 heads"]]
-    model = calls[0].model()
-
-    def work(transport):
-        own = copy.deepcopy(model)
-        with torch.no_grad(), parallelize(own, transport=transport):
-            return [own(**case.inputs()).sample for case in calls]
-
-    for rank_outputs in run_ranks(3, work):
-        for case, output in zip(calls, rank_outputs, strict=True):
-            Expected.of(case).check(output)
-        assert torch.equal(rank_outputs[0], rank_outputs[2])
-
-
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("preset", "chunks", "ring"), covering(("tapa", "cocodiff+"), (1, 2), ("auto", 2)))
 def test_inference_mode_gives_the_same_bits(preset, chunks, ring):
     """Also where one engine is used in inference mode first, then without, and where a run changes over."""
@@ -152,6 +143,7 @@ def test_an_error_inside_leaves_the_model_as_it_was(size):
 # Stages ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_auto_is_off_where_it_does_not_pay():
     """At the size of a test, by the table of a node: not one call goes in stages."""
     make, inputs_of = FAMILIES["sd3"]
@@ -184,33 +176,47 @@ IN_PARTS = (Case(12, 3, 5, 5), Case(12, 5, 7, 3, batch=2, family="qwen"))
 def test_two_replicas_with_models_and_inputs_of_their_own_equal_one_process(machine, size):
     """On an Aurora node each has a plane: an exchange there sends nothing to siblings."""
     axes = Axes.build(topology_of(machine, size), replica=2)
-    expected = [Expected.of(case) for case in IN_PARTS]
+    models = [case.model() for case in IN_PARTS]
 
     def work(transport: Any) -> list[torch.Tensor]:
-        number, engines = axes.coordinates(transport.rank).replica, list[Any]()
-        part = Part(transport, axes.replica(transport.rank))
-        outputs = parallel_outputs(part, expected[number].model, IN_PARTS[number], machine, engines)
-        assert engines[0].topology == axes.topology.part(axes.replica(transport.rank))
-        assert sum(engines[0].bytes().values()) > 0
-        assert machine == "local" or engines[0].bytes()["sibling"] == 0
+        number = axes.coordinates(transport.rank).replica
+        part, own = Part(transport, axes.replica(transport.rank)), copy.deepcopy(models[number])
+        with parallelize(own, "tapa", transport=part, machine=machine) as engine:
+            outputs = outputs_of(own, IN_PARTS[number].inputs())
+        assert engine.topology == axes.topology.part(axes.replica(transport.rank))
+        assert sum(engine.bytes().values()) > 0
+        assert machine == "local" or engine.bytes()["sibling"] == 0
         return outputs
 
     of_ranks = run_ranks(size, work, 120.0)
-    for number, of_replica in enumerate(axes.branches):
-        check_ranks([of_ranks[rank] for rank in of_replica[0]], expected[number], IN_PARTS[number].family)
+    for model, case, of_replica in zip(models, IN_PARTS, axes.branches, strict=True):
+        plain, truth = (
+            outputs_of(model, case.inputs()),
+            outputs_of(copy.deepcopy(model).double(), case.inputs(torch.float64)),
+        )
+        check_near([of_ranks[rank] for rank in of_replica[0]], plain, truth)
 
 
-def test_replicas_with_a_codec_have_the_bits_of_one_replica():
-    """Each predicts by its own ranks' notes and keeps states of its own, over images of its own: the first makes one
-    while the second makes two, of other tokens, batch and family. A part is closed by itself."""
+@pytest.mark.parametrize(
+    "settings",
+    [{"preset": "coded-", "predictor": "taylor"}, {"step_cache": "first_block", "step_cache_threshold": 0.25}],
+    ids=["coded", "cached"],
+)
+def test_replicas_that_keep_state_have_the_bits_of_one_replica(settings):
+    """Each predicts and decides by its own ranks' notes and keeps states of its own, over images of its own: the first
+    makes one while the second makes two, of other tokens, batch and family. A part is closed by itself."""
     axes = Axes.build(topology_of("local", 4), replica=2)
     models = [case.model() for case in IN_PARTS]
 
     def images(transport: Any, number: int) -> list[torch.Tensor]:
         model = copy.deepcopy(models[number])
-        with torch.no_grad(), parallelize(model, "coded-", transport=transport, predictor="taylor") as engine:
+        with torch.no_grad(), parallelize(model, transport=transport, **settings) as engine:
             outputs = [denoise(model, IN_PARTS[number].inputs()) for _ in range(1 + number)]
-            assert engine.drift_profile()[1]["coded_fraction"] == 1
+            of_steps = [
+                row["cached_fraction" if "step_cache" in settings else "coded_fraction"]
+                for row in engine.drift_profile()
+            ]
+            assert of_steps[1] == (1 if "preset" in settings else 1 - number)  # replicas decide otherwise
         return outputs
 
     def work(transport: Any) -> list[torch.Tensor]:
@@ -242,20 +248,3 @@ def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run
                 part.health.check()
 
     run_ranks(4, work, 60.0)
-
-
-@pytest.mark.processes
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        (4, ["local", "auto auto", "2 usp"]),
-        (12, ["aurora", "auto auto"]),
-        *(pytest.param(n, ["local", "auto auto"], marks=pytest.mark.exhaustive) for n in (2, 5)),
-    ],
-    ids=["4, also in a mesh", "12", "2", "5"],
-)
-def test_mpi_and_gloo_equal_one_process(ranks, words):
-    done = warm_mpiexec(ranks, TESTS / "exactness_rank.py", *words, timeout_s=400.0)
-    assert_succeeded(done)
-    assert "all ranks agree" in done.stdout

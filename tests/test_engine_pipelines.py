@@ -5,7 +5,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from covering import all_but
 from on_ranks import check_alike, on_ranks
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
@@ -13,7 +12,6 @@ from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import INPAINT
 
 SIDE = 32
-VARIANTS = (("flat", "joint"), ("tapa", "joint"), ("tapa", "v_first"))
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -52,22 +50,6 @@ def restored(
     settings = {"height": side, "width": side, "num_inference_steps": steps, "output_type": "pt", "strength": 1.0}
     with torch.no_grad():
         return pipe(**picture, generator=generator, **settings | arguments | more).images
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("name", "size"), all_but([("flux", 12), ("fill", 12), *((name, 3) for name in PIPELINES)], PIPELINES, (3, 12))
-)
-def test_equals_one_process(name, size):
-    if name == "fill" and size == 12:
-        size = 4  # it has that many heads
-    pipe, arguments = inpainting(name)
-    plain, of_order = restored(pipe, arguments), {}
-    for exchange, order in VARIANTS:
-        of_ranks = on_ranks(size, pipe, run=restoring(arguments), exchange=exchange, order=order)
-        found = check_alike(of_ranks, [plain]).found
-        one = of_order.setdefault(order if name == "klein" else "any", found[0])
-        assert torch.equal(found[0], one)
 
 
 def restoring(arguments: dict[str, Any]) -> Any:

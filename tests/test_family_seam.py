@@ -22,6 +22,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
     return models.load_family("Toy").import_transformer()()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "machine", "ring"), [(3, "local", 1), (6, "local", 2), (12, "aurora", 2)])
 def test_it_gives_what_one_process_gives(toy, size, machine, ring):
     inputs = {name: torch.randn(2, n, 24) for name, n in (("hidden_states", 17), ("encoder_hidden_states", 5))}

@@ -68,18 +68,25 @@ def check_images(
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "size"),
-    all_but([("sd3", 4), ("sd3", 12), ("flux", 2), ("klein", 6), ("qwen", 4), ("qwen", 12)], GUIDED, (2, 4, 6, 12)),
+    all_but(
+        [("sd3", 4), ("sd3", 12), ("flux", 2), ("klein", 6), ("qwen", 4), ("qwen", 12), ("fill", 4)],
+        (*GUIDED, "fill"),
+        (2, 4, 6, 12),
+    ),
 )
 def test_equals_one_process(name, size):
-    """Two images in one engine, by the exchanges in turn; the second begins with what the first one showed."""
+    """Two images in one engine, by the exchanges in turn; the second begins with what the first one showed. FLUX.1 Fill
+    has no second branch."""
     pipe, arguments = guiding(name)
+    parts = 1 if name == "fill" else 2
     if name == "qwen":
         pipe.transformer = with_lora(pipe.transformer)
-    for preset in ("tapa", "v_first"):
-        sent = check_images(size, pipe, [arguments] * 2, preset=preset, guidance_parallel=2)
-        assert all(guidance > 0 == together for guidance, together in sent)
+    for settings in ({"preset": "tapa"}, {"preset": "v_first"}, {"exchange": "flat"}):
+        sent = check_images(size, pipe, [arguments] * 2, guidance_parallel=parts, **settings)
+        assert all((guidance > 0) == (parts > 1) and not together for guidance, together in sent)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", GUIDED)
 def test_auto_splits_where_the_pipeline_guides(name):
     """Qwen-Image's does not say that it does not: in the first step one part sends what both have computed."""
@@ -115,6 +122,7 @@ def test_a_cache_that_keeps_the_parts_together_does_so_for_its_block_alone():
     check_alike(on_ranks(2, pipe, run=run, begin=begin, restored=False), [plain])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["sd3", "qwen"])
 def test_parts_stay_parts_where_offloading_takes_its_hooks_off_and_puts_them_on(name):
     """As diffusers does it after each image. The first image of Qwen-Image has a step more together."""
@@ -201,6 +209,7 @@ def test_a_callback_ends_guidance():
     assert check_alike(of_ranks, [plain]).sent("unsplit") > 0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", ["sd3", "qwen"])
 @pytest.mark.parametrize(
     "settings",

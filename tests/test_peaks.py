@@ -92,7 +92,7 @@ BANDS = all_but(
 )
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("case", "ranks"), [*((case, 1) for case in CASES), *BANDS])
 def test_a_vae_takes_what_its_real_architecture_does(case, ranks):
     """On one rank, and in bands of several, of which each takes its share and two rows."""

@@ -13,21 +13,13 @@ from seams import steps_of
 from tiny_models import FAMILIES, sd3_inpaint_pipeline
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
+from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import Engine, parallelize
 from cocodiff.engine.progress import StepCounter
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 Calls = list[tuple[int, int, int]]  # the run, step and branch of each
 CLOSE_SIGMAS = [1.0, 0.9995, 0.999, 0.9985, 0.5, 0.4999, 0.001]  # of which bfloat16 keeps four apart
-
-
-@pytest.fixture
-def alone():
-    """The transport of a world of one rank."""
-    transport = LoopbackTransport(LoopbackWorld(1), 0)
-    yield transport
-    transport.close()
 
 
 def watched(engine: Engine) -> Calls:
@@ -106,7 +98,10 @@ def test_schedulers_of_second_order(scheduler, evaluations):
 
     seen, held, profile = run_ranks(3, work)[0]
     assert seen == calls(1, evaluations, 1)
-    assert [row["stable_fraction"] for row in profile][-1] == 1
+    stable = [row["stable_fraction"] for row in profile]
+    assert [row["step"] for row in profile] == list(range(evaluations))
+    assert stable[0] == 0 and stable[-1] == 1 and stable == sorted(stable)
+    assert profile[0]["change"] is None and all(row["change"] > 0 for row in profile[1:])
     assert held[0] == held[-1]
 
 

@@ -255,6 +255,7 @@ def test_where_nodes_are_not_told_apart_bits_are_the_same(simulated, library):
     check(simulated, case, node_of=[], **library)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("library", HABITS, ids=lambda habit: "-".join(habit) or "batches")
 @pytest.mark.parametrize("split", [((0, 1), (2, 3)), ((0, 2), (1, 3))], ids=str)
 def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split, library):

@@ -222,6 +222,7 @@ DONE_INSIDE: dict[str, Any] = {
 NUMBERS = sum(x.numel() for x in FAMILIES["sd3"][0](4, layers=3).parameters())
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("size", "split_layers"), [(2, None), (3, 2)])  # of three, one shares with nobody
 @pytest.mark.parametrize("done", DONE_INSIDE)
 def test_what_is_done_to_weights_inside_the_block_is_done(done, size, split_layers):
@@ -298,7 +299,7 @@ ERRORS: dict[str, tuple[type[BaseException], str]] = {
 }
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("where", ["inside a block", "between blocks", "after a read", "on entering"])
 @pytest.mark.parametrize("how", ERRORS)

@@ -13,15 +13,12 @@ from cocodiff_eval.harness.session import same_bits
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, _helpers
 from on_ranks import Call, Ran, on_ranks, outputs_of, refused
 from planned_models import PLANNED, cast
-from test_engine_checks import painting
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.transport import Part
 from cocodiff.config.config import Config
 from cocodiff.config.errors import PeerLost
-from cocodiff.engine.engine import parallelize
 from cocodiff.engine.step_cache import place_of_image
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -105,24 +102,6 @@ def test_four_ranks_equal_one_process_and_diffusers_own_hook(name):
 def by_call(found: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     each = len(found) // len(MOVES)
     return [found[at : at + each] for at in range(0, len(found), each)]
-
-
-@pytest.mark.parametrize("name", ["flux", "qwen"])
-def test_pipelines_paint_what_one_process_paints_with_diffusers_own_hook(name):
-    """Two images, of which the second begins anew."""
-    pipe, painted = painting(name)
-    theirs = copy.deepcopy(pipe)
-    theirs.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
-    plain = painted(theirs)
-
-    def run(own: Any, _: Any) -> list[torch.Tensor]:
-        found = [painted(own) + 0 for _ in range(2)]
-        assert torch.equal(*found)
-        return found
-
-    (one,), of_ranks = (on_ranks(size, pipe, run=run, **CACHED | {"step_cache_threshold": 0.5}) for size in (1, 4))
-    assert torch.equal(one.found[0], plain) and any(one.cached())
-    check_alike(of_ranks, one.found, one.cached())
 
 
 @pytest.mark.parametrize("settings", [{"ring": 2}, {"chunks": 2, "exchange": "split"}], ids=["ring", "chunks"])
@@ -210,26 +189,6 @@ def test_each_part_decides_for_its_half_of_a_batch():
     found = [torch.cat(of) for of in zip(still.found, moved.found, strict=True)]
     of_ranks = cached_on(4, model, calls, guidance_parallel=2, step_cache_threshold=0.1)
     check_alike(of_ranks, found, [0, 0.5, 1, 0.5])
-
-
-def test_replicas_decide_for_themselves():
-    """One makes an image while the other makes three, with other decisions: neither waits for the other."""
-    model, inputs = family("flux")
-    of_replica = [moving(inputs, MOVES), moving(inputs, [0.0, 0.01, 0.02, 0.03, 2.0])]
-
-    def work(transport: Any) -> Ran:
-        number = transport.rank // 2
-        part, own = Part(transport, (2 * number, 2 * number + 1)), copy.deepcopy(model)
-        for _ in range(1 + 2 * number):
-            with torch.no_grad(), parallelize(own, transport=part, **CACHED) as engine:
-                found = outputs_of(own, *of_replica[number])
-        return Ran(found, engine)
-
-    found = run_ranks(4, work, timeout_s=30.0)
-    assert found[0].cached() != found[2].cached()
-    for number, calls in enumerate(of_replica):
-        (one,) = cached_on(1, model, calls)
-        check_alike(found[2 * number : 2 * number + 2], one.found, one.cached())
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------

@@ -15,61 +15,35 @@ from worlds import TRIPLE, is_full, topologies, topology_of
 from cocodiff.comm.groups import group_ranks
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Device, Links, Machine, Place, Topology
+from cocodiff.config.machine import Device, Links, Machine, Topology
+from cocodiff.topology.axes import Axes, cut
 from cocodiff.topology.links import alltoall_bound, next_hops, wires
+from cocodiff.topology.routes.chunks import chunk_ranks
 from cocodiff.topology.routes.plans import plan_of
 
-AURORA = (0, 3, 4, 6, 8, 11), (1, 2, 5, 7, 9, 10)  # the public colouring of a node's planes
-
-EVEN, ODD = tuple(range(0, 24, 2)), tuple(range(1, 24, 2))
-NODES_IN_TURN = tuple(plane + 2 * card + 12 * node for plane in (0, 1) for card in range(6) for node in (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("machine", "ranks", "on_node", "nodes", "cards", "planes", "order"),
-    [
-        ("aurora", 12, None, 1, [(n, n + 1) for n in range(0, 12, 2)], AURORA, (*AURORA[0], *AURORA[1])),
-        ("local", 5, None, 1, [(0, 1), (2, 3), (4,)], ((0, 2, 4), (1, 3)), (0, 2, 4, 1, 3)),
-        ("local", 1, None, 1, [(0,)], ((0,),), (0,)),
-        # A machine of no fixed size takes the launcher's word on nodes; extras are dealt over nodes first.
-        ("local", 6, 3, 2, [(0, 1), (2,), (3, 4), (5,)], ((0, 2, 3, 5), (1, 4)), (0, 3, 2, 5, 1, 4)),
-        ("local-6x2", 24, None, 2, [(n, n + 1) for n in range(0, 24, 2)], (EVEN, ODD), NODES_IN_TURN),
-        ("aurora", 12, 8, 1, [(n, n + 1) for n in range(0, 12, 2)], AURORA, (*AURORA[0], *AURORA[1])),
-    ],
-)
-def test_where_ranks_sit_and_in_which_order_extras_are_dealt(machine, ranks, on_node, nodes, cards, planes, order):
-    topology = topology_of(machine, ranks, on_node)
-    assert topology.nodes == nodes and topology.cards == dict(enumerate(cards))
-    assert {frozenset(of_plane) for of_plane in topology.planes.values()} == {frozenset(one) for one in planes}
-    assert topology.shard_order == order
+WORLDS = [
+    *(("aurora", 12, None), ("aurora", 24, None), ("aurora", 12, 8), ("local-6x2", 24, None)),
+    # A machine of no fixed size takes the launcher's word on nodes; extras are dealt over nodes first.
+    *(("local", 1, None), ("local", 5, None), ("local", 6, 3), ("local", 10, 5)),
+]
+LINKS = {None: ".", "sibling": "s", "plane": "p", "cross_plane": "x", "node": "n"}
 
 
-@pytest.mark.parametrize(
-    ("machine", "ranks", "links"),
-    [  # of Aurora's cards the second is wired the other way round
-        ("aurora", 24, {(2, 3): "sibling", (0, 3): "plane", (0, 2): "cross_plane", (0, 12): "node", (11, 12): "node"}),
-        ("local-6x2", 24, {(0, 2): "plane", (0, 3): "cross_plane", (10, 12): "node", (7, 7): None}),
-    ],
-)
-def test_links_follow_cards_planes_and_nodes(machine, ranks, links):
-    topology = topology_of(machine, ranks)
-    assert topology.places[13] == Place(13, node=1, card=6, plane=1, tile=1)
-    assert {pair: topology.link_class(*pair) for pair in links} == links
-
-
-@given(topologies())
-@settings(max_examples=40, deadline=None)
-def test_every_card_serves_every_plane_by_one_of_its_ranks(topology):
-    """By the tile in it, else by its first rank. A rank's siblings are the other ones of its card."""
-    served = [set[int]() for _ in range(topology.size)]
-    for card, ranks in topology.cards.items():
-        for plane in topology.planes:
-            server = next((rank for rank in ranks if topology.places[rank].plane == plane), ranks[0])
-            assert topology.server(card, plane) == server
-            served[server].add(plane)
-        assert [topology.siblings(rank) for rank in ranks] == [tuple(sorted({*ranks} - {rank})) for rank in ranks]
-    assert [set(planes) for planes in topology.served_planes] == served
-    assert sorted(topology.shard_order) == list(range(topology.size))
+@pytest.mark.parametrize(("machine", "ranks", "on_node"), WORLDS)
+def test_where_ranks_sit_and_how_they_are_divided(machine, ranks, on_node, snapshot):
+    """Each rank's place, NIC and links to all ranks; replicas, which take nodes, and branches of guidance, which take
+    nodes or planes; small parts of nodes; chunks by their distance from a rank."""
+    topology, every = topology_of(machine, ranks, on_node), tuple(range(ranks))
+    lines = [f"cards {topology.cards}", f"planes {topology.planes}", f"extras go to {topology.shard_order}"]
+    for place in topology.places:
+        links = "".join(LINKS[topology.link_class(place.rank, other)] for other in every)
+        lines.append(f"{tuple(vars(place).values())} NIC {topology.nics[place.rank]} {links}")
+    for replicas, branches in ((1, 2), (2, 1), (2, 2)):
+        if ranks % (replicas * branches) == 0:
+            lines.append(f"{replicas} replicas of {branches}: {Axes.build(topology, replicas, branches).branches}")
+    lines += [f"{parts} parts: {cut(topology, every, parts)}" for parts in (3, 4, 6) if ranks % parts == 0]
+    lines += [f"{n} chunks: {chunk_ranks(topology, rank, n)}" for n in (2, 3, 4) for rank in {ranks // 4, ranks // 2}]
+    snapshot("\n".join(lines))
 
 
 @given(topologies(), st.sampled_from([["flat"], ["tapa"], ["split"], ["flat", "tapa", "split"]]), st.booleans())
@@ -164,8 +138,7 @@ def test_bound_of_one_node_and_of_two():
     assert alltoall_bound(topology_of("local", 1), 1e6) is None
 
 
-def test_nics_are_data_or_taken_in_turns():
-    assert topology_of("aurora", 24).nics[12:] == (0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 4, 5)
+def test_nics_that_are_no_data_are_taken_in_turns():
     machine = Machine("turns", tiles=2, planes=(0, 1), cards=2, links=Links(nics=3))
     assert Topology.build(machine, 8).nics == (0, 1, 2, 0, 0, 1, 2, 0)
 

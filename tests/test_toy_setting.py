@@ -12,7 +12,7 @@ from toys.setting import ToyConfig
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.registry import EXCHANGES, ORDERS, RECORDS, SELECTIONS, load
+from cocodiff.config.registry import EXCHANGES, ORDERS, RECORDS, SELECTIONS
 from cocodiff.jobs.options import parse, preset_configs, with_settings
 
 
@@ -80,8 +80,3 @@ def test_an_entry_of_a_table_is_a_choice(
             assert grid(grid={name: ["toy"]}).points[0].config == Config(**{name: "toy"})
     with pytest.raises(UserError, match=f"unknown {name} 'toy'"):
         grid(grid={name: ["toy"]})
-
-
-@pytest.mark.parametrize("table", [EXCHANGES, ORDERS, SELECTIONS, RECORDS])
-def test_every_entry_of_a_table_stands_for_something(table: dict[str, str]) -> None:
-    assert all(callable(load(table, name)) for name in table)

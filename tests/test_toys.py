@@ -91,6 +91,7 @@ def test_an_order_that_v_major_cannot_follow_is_refused(scoring: str, monkeypatc
         attend(order="toy", selection="v_major", scoring=scoring, exchange="tapa")
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["joint", "v_first", "toy"])
 def test_a_coding_travels_everywhere_at_half_the_bytes(way: str, order: str) -> None:

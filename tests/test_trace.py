@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_bytes_are_counted_by_link_class_and_purpose():
     assert trace.spans == [] and trace.kernels() == {}
 
 
-def test_traces_of_several_ranks_and_modes_go_together(tmp_path):
+def test_traces_of_several_ranks_and_modes_go_together(tmp_path, snapshot):
     """In a Chrome trace: spans by rank and by the mode's lanes from the first one's start, sums of all ranks."""
     modes = ("flat", "tapa")
     traces = {mode: [Trace(rank) for rank in range(2)] for mode in modes}
@@ -63,26 +64,9 @@ def test_traces_of_several_ranks_and_modes_go_together(tmp_path):
         trace.dropped = 2 + trace.rank
     save_traces(tmp_path / "all.json", {mode: [one.record() for one in of_mode] for mode, of_mode in traces.items()})
     written = json.loads((tmp_path / "all.json").read_text())
-    names = [event for event in written["traceEvents"] if event["ph"] == "M"]
     spans = [event for event in written["traceEvents"] if event["ph"] == "X"]
-    assert {(one["pid"], one["name"], one["args"]["name"]) for one in names} == {
-        (rank, "process_name", f"rank {rank}") for rank in range(2)
-    }
-    found = [(span["pid"], span["tid"], span["name"]) for span in spans]
-    assert sorted(found) == sorted((rank, f"{mode} plane", "attention") for rank in range(2) for mode in modes)
-    took_us = [
-        (span.end_ns - span.start_ns) / 1e3 for of_mode in traces.values() for one in of_mode for span in one.spans
-    ]
-    assert min(span["ts"] for span in spans) == 0
-    assert sorted(span["dur"] for span in spans) == pytest.approx(sorted(took_us))
-    sent = {"attention plane": 6, "whole plane": 8}
-    assert written["otherData"] == {
-        "bytes": {f"{mode} {name}": count for mode in modes for name, count in sent.items()},
-        "kernels": {f"{mode} pack sycl": 2 for mode in modes},
-        "spans_not_kept": 2 * (2 + 3),
-    }
-
-
-def test_an_empty_trace_is_a_valid_file(tmp_path):
-    save_traces(tmp_path / "empty.json", {})
-    assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
+    took_us = [(s.end_ns - s.start_ns) / 1e3 for of_mode in traces.values() for one in of_mode for s in one.spans]
+    assert min(span.pop("ts") for span in spans) == 0
+    assert sorted(span.pop("dur") for span in spans) == pytest.approx(sorted(took_us))
+    written["traceEvents"].sort(key=partial(json.dumps, sort_keys=True))
+    snapshot(json.dumps(written, indent=1, sort_keys=True))

@@ -94,6 +94,7 @@ def test_bf16_errs_at_most_twice_as_much_as_one_process(size, tmp_path):
     assert (found - truth).abs().max() <= allowed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
 @pytest.mark.parametrize(("name", "size"), [("Wan 2.2", 2), ("Wan 2.2", 4), ("TI2V, image", 4)])
 def test_two_parts_of_the_ranks_compute_a_branch_each(name, size):

@@ -111,6 +111,7 @@ def test_ranks_whose_inputs_differ_hear_that_bits_wander_where_they_do(simulated
     assert trials[0][0] == trials[1][0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -135,6 +136,7 @@ def test_ranks_end_with_the_same_bits_near_those_of_products_that_repeat(simulat
     assert float((found[0].float() - expected.float()).abs().max()) < allowed * scale
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "parts"), [("flux", 1), ("flux", 2), ("sd3", 2)])
 def test_parts_of_guidance_go_on_with_the_same_bits(simulated, family, parts):
     """Also of the first step, which both parts of two calls compute: else each would go on from latents of its own."""

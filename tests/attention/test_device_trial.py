@@ -70,6 +70,7 @@ def failing(*_: Any, **__: Any) -> Tensor:
     raise RuntimeError("could not create a primitive")
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("attend", "tokens", "head_dim", "wrong"),

@@ -15,6 +15,7 @@ from byte_formulas import Formulas
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from really_sent import ReallySent
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from worlds import topologies, topology_of
@@ -22,6 +23,7 @@ from worlds import topologies, topology_of
 from cocodiff.comm.loopback import LoopbackGroup
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
+from cocodiff.config.machine import Place, Topology
 from cocodiff.config.registry import EXCHANGES, ORDERS, RINGS
 from cocodiff.engine import assemble
 from cocodiff.engine.assemble import AttentionWork
@@ -106,7 +108,9 @@ def check(world: Exact, mesh: Mesh, ahead: bool = True, **settings: Any) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoopbackGroup, "receives_ahead", ahead)
         patch.setattr(assemble, "load_exchange_table", lambda *_: TABLE)
+        sent = ReallySent(patch)
         promptly = Ranks(world, mesh=mesh, **settings).call([CALL])
+        sent_by_rank = [sent.by_link(world.topology, rank) for rank in range(world.size)]
         late = Ranks(world, mesh=mesh, delayed=True, **settings).call([CALL] * (2 if world.size <= 12 else 1))
     truth, plain = world.in_one_piece(torch.float64), world.in_one_piece(world.dtype)
     parts = mesh.ring + settings.get("chunks", 1) - 1
@@ -117,25 +121,35 @@ def check(world: Exact, mesh: Mesh, ahead: bool = True, **settings: Any) -> None
         assert out_BLHD.dtype == world.dtype
         assert (out_BLHD - truth[:, world.rows(CALL, rank)]).abs().max() <= allowed
         assert all(torch.equal(out_BLHD, other) for other in others.outputs)
-    if settings["exchange"] != "auto" and not settings.get("nic_balance", True):
-        counted = Counter[str]()
-        for one in promptly:
-            counted.update(one.sent[0]["attention"])
-        assert dict(counted) == bytes_of(world, mesh, settings["exchange"])
+    assert [one.sent[0]["attention"] for one in promptly] == sent_by_rank
+    balanced = settings["exchange"] == "split" and world.topology.nodes > 1 and settings.get("nic_balance", True)
+    if settings["exchange"] != "auto" and not balanced:
+        check_bytes(world, mesh, settings["exchange"], sent_by_rank)
 
 
-def bytes_of(world: Exact, mesh: Mesh, exchange: str) -> dict[str, float]:
-    """What all ranks send, by link: the price, whose groups exchange flat, and what another exchange differs by."""
+def check_bytes(world: Exact, mesh: Mesh, exchange: str, sent_by_rank: list[dict[str, int]]) -> None:
+    """What each rank sends by link is what the formulas say, and in rings all together what the price says, whose
+    groups exchange flat."""
     work = AttentionWork(world.heads, world.channels, world.segments(CALL), world.batch, itemsize=world.dtype.itemsize)
-    expected = Counter(price(Config(exchange="flat"), mesh, work).sent.bytes)
-    u = world.batch * world.channels * world.dtype.itemsize
-    for part, layout in zip(mesh.parts, mesh.layouts(work.segments, work.heads), strict=True):
+    priced, u = price(Config(exchange="flat"), mesh, work).sent, world.batch * world.channels * world.dtype.itemsize
+    expected = Counter(priced.bytes)
+    for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(work.segments, work.heads), strict=True):
         formulas = Formulas(part, layout)
-        for rank in range(part.size) if part.size > 1 else ():
+        for number, rank in enumerate(group) if part.size > 1 else ():
+            of_rank = Counter[str]()
             for way, tensors in (("forward", 3), ("back", 1)):
-                expected.update(formulas.sent(exchange, way, rank, tensors * u))
-                expected.subtract(formulas.sent("flat", way, rank, tensors * u))
-    return {link: expected[link] for link in LINK_CLASSES}
+                of_rank.update(formulas.sent(exchange, way, number, tensors * u))
+                expected.subtract(formulas.sent("flat", way, number, tensors * u))
+            assert mesh.ring > 1 or of_rank == sent_by_rank[rank]
+            expected.update(of_rank)
+    assert {link: sum(sent[link] for sent in sent_by_rank) for link in LINK_CLASSES} == dict(expected)
+    if exchange == "flat":
+        of_nodes = [sum(sent_by_rank[place.rank]["node"] for place in node) for node in places_of_nodes(world.topology)]
+        assert priced.busiest_node == max(of_nodes)
+
+
+def places_of_nodes(topology: Topology) -> list[list[Place]]:
+    return [[place for place in topology.places if place.node == node] for node in range(topology.nodes)]
 
 
 @pytest.mark.parametrize("kind", sorted(RINGS))

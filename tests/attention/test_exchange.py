@@ -5,14 +5,11 @@ import contextlib
 import pytest
 import torch
 from byte_formulas import Formulas
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from worlds import back, forward, topologies, topology_of
+from worlds import back, forward, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import InOrder
 from cocodiff.exchange.outgoing import CallEnd, Encoded, EncodedCall, Outgoing
@@ -20,51 +17,6 @@ from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable
-
-
-def check_exchange(
-    exchange: str, topology: Topology, image: int, text: int, heads: int, tensors: int, dtype: torch.dtype, B: int = 2
-) -> None:
-    """Forward gives all rows of the own heads, back gives the own rows of all heads, of random global tensors: of those
-    that travel together, and of one that is under way beside them. Tensors are views of larger ones."""
-    layout = Layout.build(topology, image_and_text(image, text), heads)
-    generator = torch.Generator().manual_seed(image * 100 + heads)
-    shape = (B, heads, image + text, 2)
-    wholes_BSHD = [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for _ in range(tensors)]
-
-    def work(transport: LoopbackTransport) -> None:
-        rows, own_heads = layout.row_slices[transport.rank], layout.head_slices[transport.rank]
-        ours = Exchange(exchange, topology, transport, Trace(transport.rank))
-        under_way = [forward(ours, [x[:, rows] for x in some], layout) for some in (wholes_BSHD, wholes_BSHD[-1:])]
-        received = [x_BSGD for arriving in under_way for x_BSGD in arriving.wait()]
-        for whole, x_BSGD in zip([*wholes_BSHD, wholes_BSHD[-1]], received, strict=True):
-            assert torch.equal(x_BSGD, whole[:, :, own_heads])
-            out_BSGD = x_BSGD.transpose(1, 2).contiguous().transpose(1, 2)
-            assert torch.equal(back(ours, out_BSGD, layout), whole[:, rows])
-
-    run_ranks(topology.size, work, timeout_s=60.0)
-
-
-@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
-@pytest.mark.parametrize("machine", ["aurora", "local-6x2"])
-def test_two_nodes_in_bf16(machine, exchange):
-    check_exchange(exchange, topology_of(machine, 24), 37, 5, 38, 3, torch.bfloat16)
-
-
-@given(data=st.data(), exchange=st.sampled_from(("flat", "tapa", "split")), topology=topologies(largest=12))
-@settings(max_examples=40, deadline=None)
-def test_any_tokens_and_heads(data, exchange, topology):
-    """ahead: device backends match the sends and receives of one call, and cannot post receives ahead."""
-    if topology.size == 1:
-        return  # nothing to exchange; see the engine's tests
-    image = data.draw(st.integers(topology.size, 40), label="image tokens")
-    text = data.draw(st.integers(0, 20), label="text tokens")
-    heads = data.draw(st.integers(topology.size, 25), label="heads")
-    dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)), label="dtype")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LoopbackGroup, "receives_ahead", data.draw(st.booleans(), label="ahead"))
-        tensors, B = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
-        check_exchange(exchange, topology, image, text, heads, tensors, dtype, B)
 
 
 @pytest.mark.parametrize(

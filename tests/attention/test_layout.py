@@ -7,22 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import is_full, topologies, topology_of
+from worlds import topologies, topology_of
 
 from cocodiff.attention.local import AttentionCall
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Topology
-from cocodiff.config.registry import EXCHANGES, load
+from cocodiff.config.registry import EXCHANGES
 from cocodiff.models.adapter import image_and_text, image_segment, text_segment
 from cocodiff.topology.layout import Layout, Segment, even_shares
 from cocodiff.topology.routes.plans import Block, Plan, nic_detours, plan_of, reverse
 
 MODEST = settings(max_examples=60, deadline=None)
-
-
-def all_plans(name: str, topology: Topology) -> list[Plan]:
-    return [load(EXCHANGES, name)(topology, rank) for rank in range(topology.size)]
 
 
 def check_pairs(plans: list[Plan]) -> None:
@@ -64,44 +60,6 @@ def check_both_ways(plans: list[Plan]) -> None:
 def test_every_block_arrives_both_ways(name, topology, nic_balance):
     """nic_balance: whether blocks make detours between nodes."""
     check_both_ways([plan_of(topology, rank, name, nic_balance) for rank in range(topology.size)])
-
-
-@pytest.mark.parametrize("name", EXCHANGES)
-@pytest.mark.parametrize("size", range(1, 25))
-def test_every_world_size_on_the_local_machine(name, size):
-    check_both_ways(all_plans(name, topology_of("local", size)))
-
-
-@given(topology=topologies())
-@MODEST
-def test_tapa_keeps_to_siblings_then_planes(topology):
-    for rank, (swap, across) in enumerate(all_plans("tapa", topology)):
-        assert (swap.lane, across.lane) == ("sibling", "plane")
-        assert {topology.link_class(rank, peer) for peer in swap.sends} <= {"sibling"}
-        links = {topology.link_class(rank, peer) for peer in across.sends}
-        assert "sibling" not in links
-        if is_full(topology):
-            assert {topology.places[peer].plane for peer in across.sends} <= {topology.places[rank].plane}
-            assert "cross_plane" not in links
-
-
-@given(topology=topologies())
-@MODEST
-def test_split_uses_the_links_of_tapa_with_one_message_to_a_sibling(topology):
-    for rank, (straight, swap, relay) in enumerate(all_plans("split", topology)):
-        assert set(swap.sends) == set(topology.siblings(rank))
-        on_node = {p: b for p, b in straight.sends.items() if topology.link_class(rank, p) != "node"}
-        assert all(message == (Block(rank, peer),) for peer, message in straight.sends.items())
-        assert {block.rows for message in relay.sends.values() for block in message} <= set(topology.siblings(rank))
-        for peer in (*on_node, *relay.sends):
-            assert topology.link_class(rank, peer) == "plane" or not is_full(topology)
-            assert topology.link_class(rank, peer) != "sibling"
-
-
-def test_flat_sends_each_block_straight_to_its_owner():
-    (phase,) = load(EXCHANGES, "flat")(topology_of("local", 3), 1)
-    assert phase.sends == {0: (Block(1, 0),), 2: (Block(1, 2),)}
-    assert phase.receives == {0: (Block(0, 1),), 2: (Block(2, 1),)}
 
 
 @given(topology=topologies(), image=st.integers(24, 300), text=st.integers(0, 300), heads=st.integers(24, 64))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
-from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine, Topology
@@ -57,23 +55,6 @@ def blhd(one: PricedMesh, heads: int) -> Fraction:
     return Fraction(int(one.sent.busiest_node), 4 * one.mesh.topology.size * heads)
 
 
-@given(topologies(), st.data())
-@MODEST
-def test_every_rank_has_one_seat(topology, data):
-    ring = data.draw(st.sampled_from([n for n in range(1, topology.size + 1) if topology.size % n == 0]))
-    mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
-    assert sorted(rank for group in mesh.groups for rank in group) == list(range(topology.size))
-    assert (mesh.ring, mesh.ulysses) == (ring, topology.size // ring)
-    for grid in rounds_of(mesh):
-        assert sorted(grid.members) == list(range(ring)) and math.prod(grid.shape) == ring
-    for group, part in zip(mesh.groups, mesh.parts, strict=True):
-        for new, rank in enumerate(group):
-            for other, old in enumerate(group):
-                assert part.link_class(new, other) == topology.link_class(rank, old)
-            assert part.nics[new] == topology.nics[rank]
-        assert sorted({place.node for place in part.places}) == list(range(part.nodes))
-
-
 @given(topologies(), st.integers(1, 40), st.integers(0, 30), st.integers(1, 30), st.data())
 @MODEST
 def test_layouts_deal_tokens_as_without_a_mesh_and_heads_evenly(topology, more, text, heads, data):
@@ -113,21 +94,6 @@ def classes_of(mesh: Mesh, rank: int) -> tuple[str | None, ...]:
     return tuple(mesh.topology.link_class(rank, ranks[one.to]) for one in onward)
 
 
-@given(topologies(), st.data())
-@MODEST
-def test_every_block_comes_to_every_rank_once_and_from_one_that_has_it(topology, data):
-    ring = data.draw(st.sampled_from([n for n in range(2, topology.size + 1) if topology.size % n == 0] or [1]))
-    mesh = Mesh.build(topology, ring, data.draw(st.sampled_from(("topology", "usp"))))
-    for slot in range(mesh.ulysses):
-        visits = {group: visits_of(mesh, ranks[slot]) for group, ranks in enumerate(mesh.groups)}
-        for group, of_member in visits.items():
-            assert of_member[0].member == group and of_member[-1].onward is None
-            assert sorted(visit.member for visit in of_member) == list(range(ring))
-            for number, visit in enumerate(of_member[:-1]):
-                theirs = visits[visit.onward.before][number]
-                assert theirs.onward.to == group and theirs.member == of_member[number + 1].member
-
-
 def test_a_node_hears_a_block_once_from_each_other_one():
     """24 ranks of two nodes in one ring: 12 blocks cross each way, not 23, each over the sender's own NIC."""
     topology = topology_of("aurora", 24)
@@ -147,41 +113,17 @@ def test_equations_4_and_6_of_appendix_d(nodes, tiles):
         assert blhd(priced(nodes, tiles, heads, ring, "topology"), heads) == Fraction(4 * (nodes - 1), nodes**2)
 
 
-def messages(mesh: Mesh, image: int, heads: int) -> Counter[tuple[int, int]]:
-    """Elements from rank to rank, step by step: q, k, v and o of every pair of a group, and every block's journey."""
-    layouts, sent = mesh.layouts(image_and_text(image, 0), heads), Counter()
-    for group, layout in zip(mesh.groups, layouts, strict=True):
-        for i, a in enumerate(group):
-            for j, b in enumerate(group):
-                sent[a, b] += 3 * layout.rows[i] * layout.heads[j] + layout.heads[i] * layout.rows[j]
-    for slot, ranks in enumerate(zip(*mesh.groups, strict=True)):
-        for rank in ranks:
-            for visit in visits_of(mesh, rank):
-                if visit.onward is not None:
-                    sent[rank, ranks[visit.onward.to]] += 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot]
-    return sent
-
-
 @given(
     st.one_of(topologies(), st.builds(machines, st.integers(1, 6), st.integers(1, 8))), st.integers(1, 40), st.data()
 )
 @settings(max_examples=60, deadline=None)
-def test_prices_are_counted_by_all_messages_and_the_default_placement_sends_least(topology, heads, data):
-    """Of all placements of a ring degree, by link, and out of the busiest node."""
+def test_the_default_placement_sends_least_out_of_the_busiest_node(topology, heads, data):
+    """Of all placements of a ring degree. That prices are what ranks send is in `test_exact_attention.py`."""
     every, work = meshes(topology, heads), even_work(topology.size, heads)
-    ring, busiest = data.draw(st.sampled_from(sorted({mesh.ring for mesh in every}))), []
-    for mesh in (mesh for mesh in every if mesh.ring == ring):
-        by_class, out_of = Counter[str](), Counter[int]()
-        for (a, b), count in messages(mesh, 4 * topology.size, heads).items():
-            if a != b:
-                by_class[topology.link_class(a, b)] += count
-                out_of[topology.places[a].node] += count * (topology.link_class(a, b) == "node")
-        busiest.append(max(out_of.values(), default=0))
-        sent = price(FLAT, mesh, work).sent
-        assert sent.bytes == {link: by_class[link] for link in LINK_CLASSES} and sent.busiest_node == busiest[-1]
+    ring = data.draw(st.sampled_from(sorted({mesh.ring for mesh in every})))
+    sent = [price(FLAT, mesh, work).sent.busiest_node for mesh in every if mesh.ring == ring]
     if topology.machine.missing_rates:
-        chosen = mesh_of(FLAT.with_(ring=ring), topology, work)
-        assert price(FLAT, chosen, work).sent.busiest_node == min(busiest)
+        assert price(FLAT, mesh_of(FLAT.with_(ring=ring), topology, work), work).sent.busiest_node == min(sent)
 
 
 @pytest.mark.parametrize(("size", "ring"), [(24, 8), (24, 24), (48, 4)])
@@ -233,8 +175,8 @@ def test_what_auto_takes():
     aurora = topology_of("aurora", 96)
     mesh = chosen(aurora, 24)
     assert (mesh.ulysses, mesh.ring, mesh.placement) == (24, 4, "topology")
-    of_128_nodes = chosen(topology_of("aurora", 1536), 24)  # millions of messages: sums over arrays
-    assert (of_128_nodes.ulysses, of_128_nodes.ring) == (24, 64)
+    of_32_nodes = chosen(topology_of("aurora", 384), 24)  # a hundred thousand messages: sums over arrays
+    assert (of_32_nodes.ulysses, of_32_nodes.ring) == (24, 16)
     assert chosen(topology_of("aurora", 12), 24).ring == 1
     assert chosen(topology_of("local", 24), 24).ring == 1
     assert chosen(topology_of("local", 5), 4).ring == 5  # a prime number of ranks
@@ -271,6 +213,7 @@ def test_meshes_that_the_settings_do_not_allow_are_left_out():
         chosen(topology_of("aurora", 96), 24, chunks="auto", ring=4, placement="topology")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("nodes", [2, 3, 4])
 @pytest.mark.parametrize(
     ("model", "size"), [("flux.1", 3072), ("flux.1", 4096), ("cogvideox-paper", 6544), ("cogvideox-paper", 9200)]

@@ -39,6 +39,7 @@ def table(tmp_path: Any) -> str:
     return str(tmp_path / "table.yaml")
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("codec", "arrival", "predictor", "exchange", "order", "dtype"),
     covering(
@@ -84,6 +85,7 @@ def test_the_last_steps_wait():
     assert reference.displaced == ["", *["qkvo"] * 3, *[""] * 3]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("arrival", ["now", "adaptive"])
 @pytest.mark.parametrize(
     ("world", "settings"),
@@ -115,6 +117,7 @@ def test_no_timing_changes_a_bit():
     assert {"", "qkv", "qkvo"} <= set(reference.displaced)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("world", "how", "arrival"),
     [

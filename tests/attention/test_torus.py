@@ -125,12 +125,6 @@ def blocks_of(plan, side: str) -> Counter:
 
 
 def test_chunks_go_by_distance():
-    aurora = topology_of("aurora", 24)
-    assert chunk_ranks(aurora, 3, 2) == (tuple(range(12)), tuple(range(12, 24)))
-    assert chunk_ranks(aurora, 12, 2) == (tuple(range(12, 24)), tuple(range(12)))
-    own, near, far = chunk_ranks(topology_of("aurora", 12), 4, 3)
-    assert own == (4, 5) and near == (6, 7, 8, 9) and far == (10, 11, 0, 1, 2, 3)
-    assert [len(ranks) for ranks in chunk_ranks(aurora, 3, 4)] == [2, 10, 6, 6]
     assert [ranks[0] // 12 for ranks in chunk_ranks(topology_of("aurora", 48), 13, 4)] == [1, 2, 3, 0]
     assert consecutive("abcde", 2) == [["a", "b"], ["c", "d", "e"]] and consecutive("ab", 3) == [["a"], ["b"]]
 

@@ -83,6 +83,7 @@ def under_a_launcher_without_a_store(folder: Path) -> list[subprocess.CompletedP
     return [subprocess.CompletedProcess(words, rank.returncode, *of) for rank, of in zip(ranks, said, strict=True)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("started", ["forked", "mpiexec", "environment"])
 def test_strangers_reach_loopback_alone_and_change_nothing(

@@ -223,6 +223,7 @@ def has_ipv6_loopback() -> bool:
 needs_ipv6 = pytest.mark.skipif(not has_ipv6_loopback(), reason="this kernel has no IPv6 loopback (::1)")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("host", ["127.0.0.3", pytest.param("::1", marks=needs_ipv6)])
 def test_ranks_meet_where_their_launcher_says_and_are_reached_nowhere_else(host: str) -> None:
     """Ranks of one host may be in network namespaces of their own, which share no loopback."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from exactness import Case
+from exactness import STEPS, Case, denoise
 from late import Late
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import parallelize
 
 T = TypeVar("T")
-STEPS = 4
 Settings = dict[str, Any]
 SIMULATED = "sim"
 BUSY = {SIMULATED: 64}  # rows of the matrices that keep a stream busy; a simulated device computes on one core
@@ -70,13 +69,9 @@ def denoised(transport: Any, model: Any, case: Case, settings: Settings) -> Tens
     """What a short loop of model calls on one rank ends with, on the CPU."""
     own, device = copy.deepcopy(model).to(transport.device), transport.device
     with torch.no_grad(), parallelize(own, transport=transport, steps=STEPS, **settings):
-        return loop(own, case, device)
+        return denoise(own, placed(case, device)).float().cpu()
 
 
-def loop(model: Any, case: Case, device: torch.device) -> Tensor:
-    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.inputs().items()}
-    time_now = inputs["timestep"]
-    for step in range(STEPS):
-        inputs["timestep"] = time_now * (1 - step / STEPS)
-        inputs["hidden_states"] = inputs["hidden_states"] - 0.1 * model(**inputs).sample
-    return inputs["hidden_states"].float().cpu()
+def placed(case: Case, device: torch.device) -> Settings:
+    """A call's arguments on a device."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.inputs().items()}

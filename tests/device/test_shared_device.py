@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from contract import contract
-from exactness import Case
+from exactness import Case, denoise
 from launching import assert_succeeded, mpiexec
-from shared_device import Settings, chosen, denoised, loop, on_device
+from shared_device import Settings, chosen, denoised, on_device, placed
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import Transport
@@ -51,7 +51,7 @@ def of_the_cpu(name: str) -> torch.Tensor:
 @cache
 def truth() -> torch.Tensor:
     with torch.no_grad():
-        return loop(model(), CASE, torch.device("cpu"))
+        return denoise(model(), CASE.inputs())
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -68,7 +68,7 @@ def test_ranks_that_share_a_device_compute_what_the_cpu_does(name: str, device: 
     assert all(torch.equal(one, of_ranks[0]) for one in of_ranks)
     rounding = torch.finfo(torch.float32).eps * float(truth().abs().max())
     with torch.no_grad():
-        alone = loop(copy.deepcopy(model()).to(device), CASE, device)
+        alone = denoise(copy.deepcopy(model()).to(device), placed(CASE, device)).cpu()
     if is_exact(ALL[name]):
         error, allowed = float((of_ranks[0] - truth()).abs().max()), 2 * float((alone - truth()).abs().max())
         assert error <= allowed + 8 * rounding, (error, allowed, rounding)

@@ -10,7 +10,6 @@ from cocodiff_sycl.library import KEPT, Layouts, look, numbers_of
 from cocodiff_sycl.ops import SyclOps
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_helpers import random_BLHD, same_as_torch
 from seams import kept_by
 
 from cocodiff.kernels import Rows
@@ -98,16 +97,6 @@ def test_threads_look_by_themselves(looking):
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_operations_are_the_same_where_python_looks(sycl_on_cpu: SyclOps, monkeypatch):
-    """As with a torch that has no such table."""
-    monkeypatch.setattr(sycl_on_cpu.library, "look", look)
-    ours = SyclOps(sycl_on_cpu.library, torch.device("cpu"), lambda: None)
-    x_BLHD, index_K = random_BLHD(3, (1, 9, 4, 8), torch.float32), torch.tensor([1, 4, 8])
-    same_as_torch(ours, "gather_pack", [[Rows(x_BLHD[0], index_K)], [x_BLHD]], [torch.zeros(96), torch.zeros(288)])
-    same_as_torch(ours, "qk_norm_rope", x_BLHD, torch.ones(8), 1e-6, (), "none", rounds=True)
-    same_as_torch(ours, "select", x_BLHD[0, 0], 3)
 
 
 def test_errors_come_again_and_after_a_call_that_was_right(sycl: SyclOps):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.normalization import RMSNorm
-from exactness import Case, Expected, check_ranks, parallel_outputs
+from exactness import Case
+from on_ranks import VARIANTS, check_exact
 from tiny_models import FAMILIES, HEADS
 from torch import nn
 
@@ -24,9 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank", "sycl_on_cpu")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_with_the_kernel_are_as_exact_as_without(family, dtype):
     case = Case(HEADS[family], 6, 7, 5, batch=2, dtype=dtype, family=family)
-    expected = Expected.of(case)
-    of_ranks = run_ranks(3, lambda t: parallel_outputs(t, expected.model, case, "local", kernels="sycl"), 120.0)
-    check_ranks(of_ranks, expected, family)
+    check_exact(3, case.model(), [case.inputs()], VARIANTS, kernels="sycl")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

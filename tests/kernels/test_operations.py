@@ -53,6 +53,7 @@ def test_gather_and_scatter(sycl: SyclOps, data, dtype, seed, D, count):
     same_as_torch(sycl, "scatter_rows", [rows_KHD] * 3, unique_K, caches)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_huge_rows(sycl: SyclOps, dtype):
     """Rows of more than a chunk, and more chunks than one."""
@@ -85,6 +86,7 @@ def test_l1_score(sycl: SyclOps, shape, dtype, seed, form, renew):
     same_as_torch(sycl, "l1_score", *(random_BLHD(seed + n, shape, dtype, form) for n in range(2)), renew)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_l1_score_of_huge_rows(sycl: SyclOps, dtype):
     same_as_torch(sycl, "l1_score", *(random_BLHD(n, (1, 2, 3, 100_003), dtype) for n in range(2)))
