@@ -70,3 +70,8 @@ def test_traces_of_several_ranks_and_modes_go_together(tmp_path, snapshot):
     assert sorted(span.pop("dur") for span in spans) == pytest.approx(sorted(took_us))
     written["traceEvents"].sort(key=partial(json.dumps, sort_keys=True))
     snapshot(json.dumps(written, indent=1, sort_keys=True))
+
+
+def test_an_empty_trace_is_a_valid_file(tmp_path):
+    save_traces(tmp_path / "empty.json", {})
+    assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
