@@ -15,7 +15,8 @@ import pytest
 from launching import fake, mpiexec, run
 
 from cocodiff.cli.doctor import command as doctor
-from cocodiff.cli.doctor.facts import environment
+from cocodiff.cli.doctor import facts as doctor_facts
+from cocodiff.cli.doctor import trials
 from cocodiff.cli.main import main
 from cocodiff.comm.health import Health
 from cocodiff.config.config import load_machine
@@ -96,7 +97,7 @@ def test_what_doctor_writes_gives_access_to_nothing(monkeypatch: pytest.MonkeyPa
     secrets |= {"PYTORCH_XPU_ALLOC_CONF": "expandable_segments:True"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    told = environment()
+    told = doctor_facts.environment()
     assert told["https_proxy"] == "http://...@proxy:3128" and "s3cret" not in str(told) and "AWS_ID" not in told
     assert told["PYTORCH_XPU_ALLOC_CONF"] == "expandable_segments:True", "a check reads it"
 
@@ -160,20 +161,16 @@ def test_kernels_are_compiled_once_a_node_in_a_time_of_their_own(tmp_path: Path)
         ((), 2**28, 0, "0.25 GiB free on rank 0"),
         ((), 2**28 - 1, 1, "any run needs 0.25 GiB on rank 0"),
         (("--model", "qwen-image"), 2**30, 1, "the model needs"),
-        (("--patience_s", "0"), None, 2, "--patience_s 0.0: give a number"),
-        (("--compile_s", "-1"), None, 2, "--compile_s -1.0: give a number"),
-        (("--machine", "auroa"), None, 2, "did you mean aurora?"),
-        (("--ranks", "0"), None, 2, "--ranks 0: at least 1"),
-        (("--machine", "aurora"), None, 2, "machine aurora has nodes of 12 ranks"),
     ],
 )
-def test_too_little_memory_and_mistakes(words, free, code, said, tmp_path, capsys, monkeypatch):
-    """A fault ends with 1 and is written down, a mistake with 2 and nothing."""
-    monkeypatch.setattr("cocodiff.cli.doctor.facts.free_memory", lambda *_: free)
+def test_too_little_memory_is_a_fault(words, free, code, said, tmp_path, capsys, monkeypatch):
+    """It ends with 1, and is written down. Trials are small, and nothing is computed."""
+    monkeypatch.setattr(doctor_facts, "free_memory", lambda *_: free)
+    monkeypatch.setattr(doctor_facts, "unimported", lambda *_: {})
+    monkeypatch.setattr(doctor_facts, "try_operations", lambda *_: [])
+    monkeypatch.setattr(trials, "SIDE", 64)
     assert main(["doctor", *words, "--kernels", "torch", "--out", str(tmp_path / "d")]) == code
-    told = capsys.readouterr()
-    assert said in (told.err if code == 2 else told.out) and (tmp_path / "d").exists() is (code != 2)
-    assert code == 2 or report(tmp_path / "d")[0]["healthy"] is (code == 0)
+    assert said in capsys.readouterr().out and report(tmp_path / "d")[0]["healthy"] is (code == 0)
 
 
 def test_a_step_that_fails_or_hangs_is_named_and_one_that_ends_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
