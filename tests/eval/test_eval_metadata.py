@@ -15,7 +15,9 @@ from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import LENGTHS, Part, Stack, one_unit, unit_name, unit_symbol
 from file_kinds import (
+    PROVENANCE,
     SHAPE,
+    WHITE,
     reopened,
     restored,
     voxels,
@@ -83,6 +85,16 @@ def test_what_imagej_draws_is_kept_and_said_once(tmp_path: Path) -> None:
         assert about["Info"].startswith("Jürgen") and about["Labels"] == wanted
     for word in ("zarr", "h5", "sequence"):
         assert reopened(given, word, tmp_path / word).shape == SHAPE
+
+
+def test_tags_are_kept(tmp_path: Path) -> None:
+    path = restored(open_volume(write_tiff(tmp_path, VOLUME, ">", **WHITE)), "same", tmp_path).path
+    with tifffile.TiffFile(path) as tiff:
+        page = tiff.pages.first
+        tags = {tag.name: tag.value for tag in page.tags if tag.code != 270}
+        assert page.photometric == 0 and page.description == "a tooth" and tiff.byteorder == ">"
+        assert tiff.shaped_metadata[0]["beam"] == 30 and tiff.shaped_metadata[0]["cocodiff"] == PROVENANCE
+    assert (tags["XResolution"], tags["ResolutionUnit"], tags["Software"]) == ((40000, 1), 3, "recon 3")
 
 
 def test_texts_outside_ascii_are_kept(tmp_path: Path) -> None:
