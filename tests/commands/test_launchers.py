@@ -167,6 +167,36 @@ def test_a_script_is_not_refused_for_what_is_only_a_guess(tmp_path: Path) -> Non
     assert done.stdout.count("told 4, found 2") == 2
 
 
+COUNTS = """
+    import os, sys, time
+    from pathlib import Path
+    from cocodiff.comm.launch import detect
+    from cocodiff.comm.mpi_start import count_ranks
+    from cocodiff.comm.health import Limits
+
+    launch = count_ranks(detect(), Limits(start_s=60.0))
+    Path(sys.argv[1], f"{launch.rank} of {launch.size}").touch()
+    while launch.rank == 1:
+        time.sleep(0.1)
+        if len(os.listdir(sys.argv[1])) == 3:
+            os._exit(3)
+    import torch
+    from cocodiff.comm.connect import connect
+    connect(launch, "gloo", torch.device("cpu"), {}, Limits(start_s=60.0))
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_after_mpi_was_asked_is_named(tmp_path: Path) -> None:
+    (tmp_path / "counts.py").write_text(textwrap.dedent(COUNTS))
+    (tmp_path / "counted").mkdir()
+    done = pals(3, tmp_path / "counts.py", tmp_path / "counted")
+    assert done.returncode != 0
+    assert {path.name for path in (tmp_path / "counted").iterdir()} == {f"{rank} of 3" for rank in range(3)}
+    for survivor in (0, 2):
+        assert done.stderr.count(f"[rank {survivor}] rank 1 died before the ranks had met") == 1, done.stderr
+
+
 @pytest.mark.parametrize("more", [[], pytest.param(["COCODIFF_RANKS=2"], marks=pytest.mark.full)])
 def test_an_mpi_that_is_not_the_launchers_is_refused(request_words: list[str], tmp_path: Path, more: list[str]) -> None:
     """It knows fewer ranks than the launcher has started on this node alone."""

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,27 +26,6 @@ from cocodiff.config.machine import MOST_RANKS, Topology
 from cocodiff.jobs import children
 
 pytestmark = pytest.mark.usefixtures("promptly")
-
-HALF = "name: half\nheads: 4\nhead_dim: 8\n"
-WHOLE = HALF + "joint_layers: 1\nparameters: 9\n"
-TEXTS = {
-    "half.yaml": HALF,
-    "wrong.yaml": HALF.replace("heads", "head"),
-    "other.json": json.dumps({"rows": [{"case": "6MB", "variant": "gloo", "median_s": 1.0}]}),
-    "unet/config.json": json.dumps({"_class_name": "Nothing"}),
-    "kl/config.json": json.dumps({"_class_name": "AutoencoderKL"}),
-    "campaign/empty/bench.json": "{}",
-    "cut/step/bench.json": '{"rows": [',
-    "poor/step/bench.json": '{"rows": [{"variant": "flat"}]}',
-    "none/a.txt": "",
-    "zero.yaml": WHOLE.replace("heads: 4", "heads: 0"),
-    "part.yaml": WHOLE.replace("9", "1.5"),
-    "less.yaml": WHOLE + "text_tokens: -1\n",
-    "wide.yaml": WHOLE + "mlp_ratio: wide\n",
-    "flux3.yaml": WHOLE + "family: FLUX.3\n",
-    "mine.yaml": "name: mine\ncards: 2\ntiles: 2\nplanes: [0, 1]\n",
-    "broken.tif": "II*\0 this is no image",
-}
 
 
 def volumes() -> dict[str, np.ndarray]:
@@ -103,9 +83,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[Path], object]]] = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of good inputs, and of what there is to be refused; models are added when a case names them."""
     folder = tmp_path_factory.mktemp("files")
-    for name, text in TEXTS.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    shutil.copytree(Path(__file__).with_name("mistaken"), folder, dirs_exist_ok=True)
     for name, voxels in volumes().items():
         tifffile.imwrite(folder / f"{name}.tif", voxels, photometric="minisblack")
     for name in ("pipe.tif", "pipe.yaml"):

@@ -136,33 +136,6 @@ def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> No
     assert by_key(tmp_path / "again") == by_key(tmp_path / "out")
 
 
-def test_what_a_folder_holds_is_reported_without_running(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (whole / "pareto.png").unlink()
-    assert main(["sweep", "--report-only", "--out", str(whole)]) == 0
-    printed = capsys.readouterr().out
-    assert all(said in printed for said in (*POINTS, "volume", "identical"))
-    assert (whole / "pareto.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (whole / "results.jsonl").read_bytes()
-    for more, ranks, said in (
-        (["--seed", "1"], 2, "(seed: 0 there, 1 now)"),
-        (["--steps", "4"], 2, "(steps: 3 there, 4 now)"),
-        ([], 4, "ranks of a replica: 2 there, 4 now"),
-    ):
-        told = mistake(capsys, *words(folder, whole, *more, ranks=ranks))
-        assert said in told and "--overwrite" in told
-    assert main(words(folder, whole)) == 0  # nothing is left to do
-    for option in ("--mask", "--truth"):
-        told = mistake(capsys, *words(folder, whole, "--overwrite", option, str(whole / "report.html")))
-        assert "report.html is among the results" in told
-    (folder / "notes").mkdir()
-    (folder / "notes" / "a.txt").write_text("mine")
-    assert "not ours to overwrite" in mistake(capsys, *words(folder, folder / "notes", "--overwrite"))
-    assert (whole / "results.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("points", "more", "ranks", "said"),
     [

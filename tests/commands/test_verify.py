@@ -106,6 +106,17 @@ def test_what_is_given_and_the_model_are_left_as_they_are():
 
 
 @pytest.mark.full
+def test_a_pipeline_is_called_and_its_calls_are_repeated(tmp_path, capsys):
+    sd3_pipeline().save_pretrained(tmp_path / "sd3")
+    text, pooled = torch.randn(2, 1, 5, TEXT_WIDTH), torch.randn(2, 1, 16)
+    given = {f"{sign}prompt_embeds": x for sign, x in zip(("", "negative_"), text, strict=True)}
+    given |= {f"{sign}pooled_prompt_embeds": x for sign, x in zip(("", "negative_"), pooled, strict=True)}
+    torch.save(given | {"height": 32, "width": 32}, tmp_path / "call.pt")
+    assert verified(str(tmp_path / "sd3"), str(tmp_path / "call.pt")) == 0
+    assert "SD3Transformer2DModel: 2 calls" in capsys.readouterr().out
+
+
+@pytest.mark.full
 def test_both_experts_of_a_pipeline_are_compared():
     pipe = wan_pipeline()
     pipe.set_progress_bar_config(disable=True)

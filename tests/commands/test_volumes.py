@@ -23,13 +23,13 @@ MASKS = {"holes": HOLES, "slab": SLAB, "cells": CELLS}
 
 
 def scans() -> dict[str, np.ndarray]:
-    """Make a volume of slow changes, one of edges and noise, and one that is the same in all slices."""
+    """Make a volume of slow changes, one of edges and noise, one that is the same in all slices, and noise."""
     z, y, x = np.mgrid[tuple(slice(side) for side in SHAPE)]
-    random = np.random.default_rng(0)
+    random, other = np.random.default_rng(0), np.random.default_rng(1)
     lines = np.broadcast_to(random.random(SHAPE[1:]), SHAPE)
     scan = 0.5 + 0.3 * np.sin(x / 3 + z / 9) * np.cos(y / 4) + 0.02 * random.normal(size=SHAPE)
     edges = 0.3 + 0.4 * (np.sin(x / 3 + z / 9) * np.cos(y / 4) > 0) + 0.1 * np.random.default_rng(0).normal(size=SHAPE)
-    found = {"scan": scan, "edges": edges, "lines": lines}
+    found = {"scan": scan, "edges": edges, "lines": lines, "noise": 0.5 + 0.1 * other.normal(size=SHAPE)}
     return {name: (np.clip(volume, 0, 1) * 60000).astype(np.uint16) for name, volume in found.items()}
 
 
@@ -141,6 +141,24 @@ def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Pat
     assert [number(row) for row in metrics["images"]] == [8, 9, 10]
     restored = image(tmp_path / "out", "", "slab")[8:11]
     assert restored.std() > 0 and (restored != SCANS["scan"][8:11]).mean() > 0.9
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "mask", "method", "least_db"),
+    [("lines", "holes", "linear across z", 90.0), ("noise", "slab", "total variation in 3-D", 16.5)],
+)
+def test_the_mean_leans_on_a_method_without_a_model_that_is_better(
+    folder: Path, tmp_path: Path, name: str, mask: str, method: str, least_db: float
+) -> None:
+    """Also where it hardly errs: then it is the mean."""
+    assert main(words(folder, tmp_path / "out", "--samples", 2, "--axes", "y", "x", mask=mask, name=name)) == 0
+    (volume,) = metrics_of(tmp_path / "out")["volumes"]
+    figures, weights = volume["hidden_psnr_db"], volume["weights"]
+    assert figures[method] > figures["the model alone"] and weights[method] == max(weights.values())
+    restored, original, hidden = image(tmp_path / "out", "", mask, name), SCANS[name], MASKS[mask] > 0
+    error = (restored.astype(float) - original)[hidden] / np.ptp(original[~hidden].astype(float))
+    assert -10 * np.log10(np.mean(error**2) + 1e-20) > max(least_db, figures["the model alone"])
 
 
 def test_nothing_is_sampled_where_a_method_without_a_model_is_ahead(folder: Path, tmp_path: Path) -> None:
