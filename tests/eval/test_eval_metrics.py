@@ -128,6 +128,8 @@ def test_slices_of_a_stack_are_one_line_and_replicas_work_at_the_same_time() -> 
     assert (name, mask, slices, row["psnr_db"], row["psnr_vs_exact_db"]) == ("stack", "block", 13, 26.0, 40.0)
     assert (row["seconds"], row["rank_seconds"], row["bytes"]["plane"]) == (8.0, 39.0, 780)
     assert row["baseline"]["seconds"] == pytest.approx(5 * BASELINE["seconds"])
+    ((_, _, _, (both,)),) = grouped([row for row in rows if row["name"] in ("stack[0]", "stack[12]")])
+    assert both["baseline"]["seconds"] == pytest.approx(2 * BASELINE["seconds"])
     assert len(grouped(rows)) == 5 and any(row["name"] == "stack[0]" for row in rows)
 
 
