@@ -43,56 +43,6 @@ CHECKS = {  # what shall be so after commands that have these words
     "--no-deps h5py": f"{VENV}/bin/python -c 'import h5py.h5'",
 }
 
-# What frameworks/2025.3.1 sets, and where its libraries are; a login shell has the function.
-SHELL = f"""
-module() {{
-    [ "$2" = frameworks ] || return 0
-    export ONEAPI_DEVICE_SELECTOR="opencl:gpu;level_zero:gpu" CCL_OP_SYNC=1 ZE_FLAT_DEVICE_HIERARCHY=FLAT
-    export CMPLR_ROOT={sys.prefix} LD_LIBRARY_PATH={sys.prefix}/lib
-}}
-"""
-PYTHON = f"""
-[[ "$*" = "-m venv --system-site-packages "* ]] || exec {BASE} "$@"
-{BASE} -m venv "$4" && ln -s "$TOP/bin/hf" "$4/bin" && cd "$4"/lib/python*/site-packages || exit
-rm -rf setuptools* && echo "$TOP/module" >module.pth
-"""
-# A clone, whose job is edited as a user does, to take seconds.
-GIT = """
-mkdir "$3" && cd "$3" || exit
-tar c -C "$TREE" cocodiff configs eval sycl_kernels launch pyproject.toml README.md LICENSE | tar x
-sed -i 's|^STEPS=.*|STEPS=2|; s|^INPUT=.*|INPUT=cocodiff/demo_model/samples/synthetic_tooth.tif|' launch/aurora.pbs
-"""
-HF = f"""
-export PYTHONPATH={TESTS}
-exec {sys.executable} -c 'import sys, tiny_pipelines as tiny
-tiny.sd3_pipeline(**tiny.clip_text()).save_pretrained(sys.argv[1])' "${{@: -1}}"
-"""
-MPIEXEC = f"""
-while [[ $1 == -* ]]; do
-    case $1 in
-        -n) ranks=$2 ;;
-        --ppn) each=$2 ;;
-        --hostfile) [ -e "$2" ] || {{ echo "mpiexec: no file $2" >&2; exit 1; }} ;;
-        --pmi=pmix | --envall | --line-buffer | --cpu-bind=verbose,list:*) set -- "" "$@" ;;
-        *) echo "mpiexec: $1?" >&2; exit 1 ;;
-    esac
-    shift 2
-done
-[ "${{each:-}}" != 1 ] || exec "$@"
-[ "${{COCODIFF_RANKS:-$ranks}}" = "$ranks" ] || {{ echo "$ranks ranks are told $COCODIFF_RANKS" >&2; exit 1; }}
-words=({TESTS}/pals_rank.py ${{COCODIFF_RANKS:+COCODIFF_RANKS={RANKS}}} ${{PBS_NODEFILE:+PBS_NODEFILE=$PBS_NODEFILE}})
-for word in "${{@:2}}"; do
-    case $word in aurora) word=local ;; xpu) word=cpu ;; xccl) word=gloo ;; esac
-    words+=("$word")
-done
-words=({find_mpiexec()} -n {RANKS} "$(dirname "$(command -v "$1")")/python" "${{words[@]}}")
-env -u PBS_NODEFILE -u PBS_JOBID I_MPI_FABRICS=shm "${{words[@]}}" &>"$TOP/ranks" # Hydra would follow a job's variables
-code=$?
-cat "$TOP/ranks"
-[ -n "${{PBS_JOBID:-}}" ] || exit $code
-echo "$code $2: $(tail -n 1 "$TOP/ranks")" >>"$TOP/started"
-"""
-
 
 def link(paths: Iterable[Path], folder: Path) -> None:
     folder.mkdir(parents=True)
@@ -161,7 +111,7 @@ def follow(command: str, top: Path, tree: Path) -> Iterator[tuple[str, int, str]
     if "start_ranks" in command:
         name, own = "qsub launch/other.pbs", f"s|^OUT=.*|OUT=other|; s|^WEIGHTS=|&{top}/flare/sd3.5|; $d"
         command = f"(sed '{own}' launch/aurora.pbs; cat <<'END'\n{command}END\n) >launch/other.pbs && {name}"
-    own = {"PATH": f"{top}/bin:{os.defpath}", "HOME": f"{top}/home", "BASH_ENV": f"{top}/shell", "TREE": str(tree)}
+    own = {"PATH": f"{top}/bin:{os.defpath}", "HOME": f"{top}/home", "BASH_ENV": f"{top}/bin/shell", "TREE": str(tree)}
     pip = {"NO_INDEX": "1", "FIND_LINKS": f"{top}/index", "NO_BUILD_ISOLATION": "0", "DISABLE_PIP_VERSION_CHECK": "1"}
     given = [f"{key}={value}" for key, value in (own | {f"PIP_{key}": value for key, value in pip.items()}).items()]
     shell = 'exec 2>&1; [ ! -e {0} ] || . {0}; cd "$PWD"; trap "export -p >{0}" EXIT; set -o pipefail; eval "$1"'
@@ -180,10 +130,12 @@ def main(tree: Path, page: Path) -> int:
         top, began = Path(folder), time.monotonic()
         make_module(top / "module")
         make_index(top / "index", top / "rest")
-        qsub = f'exec {sys.executable} {TESTS}/aurora/queues.py "$@"'
-        for name, body in {"python": PYTHON, "git": GIT, "hf": HF, "mpiexec": MPIEXEC, "qsub": qsub}.items():
-            fake(top / "bin" / name, body.replace("$TOP", folder))
-        (top / "shell").write_text(SHELL)
+        own = {"TOP": folder, "TESTS": TESTS, "PYTHON": sys.executable, "BASE": BASE, "PREFIX": sys.prefix}
+        own |= {"RANKS": RANKS, "MPIEXEC": find_mpiexec()}
+        names = "".join(f"{name}={value}\n" for name, value in own.items())
+        for script in (TESTS / "aurora/stand_ins").glob("*.sh"):
+            fake(top / "bin" / script.stem, names + script.read_text())
+        fake(top / "bin" / "qsub", f'exec {sys.executable} {TESTS}/aurora/queues.py "$@"')
         for name in ("flare", "home"):
             (top / name).mkdir()
         for command in commands(page.read_text()):

@@ -19,7 +19,7 @@ import psutil
 
 SIGNALS = ("KILL", "STOP", "TERM", "HUP", "INT", "QUIT")
 MESSAGES = ("flipped", "lost")
-OF_DISKS = ("no space", "short write", "full disk")
+OF_DISKS = ("no space", "short write")
 ON_FIRE = "the disk is on fire"
 SLOW_S, HANGS_S = 6.0, 600.0
 PATIENT = {"timeout_s": 60, "stall_timeout_s": 60, "start_timeout_s": 20}

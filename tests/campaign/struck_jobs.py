@@ -6,10 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
-import socket
-import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -94,28 +91,23 @@ OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "generate": ((), *(("--preset", preset, "--guidance_parallel", "2") for preset in ("split", "cocodiff"))),
     **dict.fromkeys(("samples", "overwrite", *(name for name in COMMANDS if name.startswith("inpaint, "))), OF_FORMATS),
 }
-LAUNCHERS = ("forked", "torchrun")
 
 
-def fits(command: str, fault: str, moment: str, launcher: str = "forked") -> bool:
+def fits(command: str, fault: str, moment: str) -> bool:
     kind = {**COMMANDS, **ALONE}[command]
     alone = kind.ranks * kind.replicas == 1
     if alone and (fault in ("STOP", "hang", "exit", *MESSAGES) or " " in fault):
         return False
-    others = (*OF_DISKS, "pause", "vanished")  # of torchrun's ranks each is on its own
-    if launcher == "torchrun" and (alone or " " in fault or fault in others or moment == RESUME):
-        return False
     if moment == "put together" and command.split(", ")[-1] not in ("samples", "quality"):
         return False
-    if fault in MESSAGES or fault == "full disk":
-        return moment in ("attend" if fault in MESSAGES else "write", RESUME)
+    if fault in MESSAGES:
+        return moment in ("attend", RESUME)
     return fault not in OF_DISKS or moment in (*FILES, RESUME)
 
 
-def choose_all(commands: dict[str, Kind], faults: tuple[str, ...] = FAULTS, *more: Any) -> list[Any]:
-    """Each two of a command, a fault, a moment, and launchers perhaps, that make sense, in any order, which is always
-    the same."""
-    chosen = covering_set([*commands], faults, (*STAGES, RESUME), *more, fits=fits)
+def choose_all(commands: dict[str, Kind], faults: tuple[str, ...] = FAULTS) -> list[Any]:
+    """Each two of a command, a fault and a moment that make sense, in any order, which is always the same."""
+    chosen = covering_set([*commands], faults, (*STAGES, RESUME), fits=fits)
     return random.Random(0).sample(chosen, len(chosen))
 
 
@@ -154,18 +146,18 @@ class Jobs:
 
     def struck(self, number: int, chance: random.Random, chosen: tuple[str, ...]) -> tuple[str, Job]:
         """A job to which something has happened: what that was, and the job."""
-        command, fault, moment, *launcher = chosen
+        command, fault, moment = chosen
         job = self.drawn(number, command, chance)
-        told, launched = [*chosen, *job.options], launcher == ["torchrun"]
+        told = [*chosen, *job.options]
         strikes = [job.strike(fault, moment, chance)]
         if moment == RESUME:
             kill = job.strike("KILL all", "write", chance)
             kill["number"] = chance.randint(2, 12)
             strikes = [kill, job.strike(fault, chance.choice(("attend", *FILES)), chance)]
         for once, given in enumerate(strikes):
-            how = {"replicas": job.kind.replicas, "fault": fault, "launched": launched}
-            done = job.run(*(["--resume"] if once else []), given=given, **how)
-            told.append(f"{given['stage']} {given['number']} {given['strike']['fault']}: {job.struck()}, {done.codes}")
+            more = ["--resume"] if once else []
+            done = job.run(*more, given=given, replicas=job.kind.replicas, fault=fault)
+            told.append(f"{given['stage']} {given['number']} {given['strike']['fault']}: {job.struck()}, {done.code}")
             job.judge(given["strike"], job.struck(), done)
             job.mark.unlink(missing_ok=True)
             job.restore_input()
@@ -173,15 +165,11 @@ class Jobs:
 
 
 class Done(NamedTuple):
-    """The end of a run. codes: of its process, or of all ranks that torchrun started; 124 for one that hangs."""
+    """The end of a run."""
 
-    codes: list[int]
+    code: int  # 124 for one that hangs
     out: str
     said: str
-
-    @property
-    def code(self) -> int:
-        return max(self.codes, key=abs)
 
 
 class Job:
@@ -229,13 +217,13 @@ class Job:
         """Choose what a run is to do. Early operations are struck more often than late ones, which may not come."""
         name, _, who = fault.partition(" ") if fault.split()[0] in SIGNALS else (fault, "", "")
         most = {"start": 1, "load": 2, "attend": 60, "create": 12, "write": 30, "publish": 12}.get(moment, 30)
-        amount = {"short write": chance.choice((4096, 9000, 30000)), "full disk": chance.choice((60, 120, 200, 300))}
+        short = fault == "short write"
         strike = Strike(
             name,
             who or "one",
             str(self.mark),
             delay_ms=chance.choice((0, 0, 1, 3, 10)),
-            amount=amount.get(fault, chance.randint(1, 60)),
+            amount=chance.choice((4096, 9000, 30000)) if short else chance.randint(1, 60),
             inputs=str(self.input),
         )
         victim = chance.randrange(self.kind.ranks * self.kind.replicas)
@@ -254,55 +242,31 @@ class Job:
         replicas: int = 1,
         fault: str = "",
         ignored: tuple[int, ...] = (),
-        launched: bool = False,
     ) -> Done:
         """Run the command to its end. more: options, each in the place of the one of its name if there is one; given:
-        what is done to it, and fault, whose limits it has; ignored: signals; launched: each rank as torchrun does."""
-        (first, *fixed), ranks = self.kind.words, self.kind.ranks * replicas
+        what is done to it, and fault, whose limits it has; ignored: signals."""
+        first, *fixed = self.kind.words
         words = [first, *(str(self.jobs.inputs / word) if "." in word else word for word in fixed), *self.options]
         words += ["--model" if self.kind.input == "model" else "--input", str(self.input), "--quiet"]
         words += ["--steps", "3" if first == "sweep" else "2", "--out", str(self.out)]
-        words += ["--replicas", str(replicas), *([] if launched else ["--ranks", str(ranks)])]
+        words += ["--replicas", str(replicas), "--ranks", str(self.kind.ranks * replicas)]
         for name, value in (PATIENT | LIMITS.get(fault, {})).items():
             words += [f"--{name}", str(value)]
         words += ["--check_messages"] if fault in MESSAGES else []
         if "--resume" in more:
             words = [word for word in words if word != "--overwrite"]
         words = with_options(words, *map(str, more))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
-        place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         given = {"temporary": str(self.temporary), "notes": str(self.notes), **(given or {})}
         given |= {"replicas": replicas, "ignored": bool(ignored)}
-        processes, files = list[Started](), list[list[Path]]()
-        for rank in range(ranks if launched else 1):
-            given["environment"] = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}
-            files.append([self.folder / f"{name}.{rank}" for name in ("stdout", "stderr")])
-            how: dict[str, Any] = {"module": "campaign.struck_process", "ignored": ignored}
-            processes.append(Started([json.dumps(given), *words], *files[-1], **how))
-        codes = self.end(processes)
-        out, said = ("".join(file.read_text() for file in of_all) for of_all in zip(*files, strict=True))
-        return Done(codes, out, said)
-
-    def end(self, processes: list[Started]) -> list[int]:
-        """Wait for the ends of a run's processes. A rank of torchrun's that is stopped or sleeps is killed once the
-        others have ended."""
-        until, codes = time.monotonic() + LIMIT_S, list[int]()
-        while time.monotonic() < until:
-            alive = {rank for rank, process in enumerate(processes) if process.poll() is None}
-            if not alive - ({self.struck()} if len(processes) > 1 else set()):
-                break
-            time.sleep(0.05)
-        for rank, process in enumerate(processes):
-            waits_s = 10 if len(processes) > 1 and rank == self.struck() else 0
-            with suppress(TimeoutExpired):
-                process.wait(waits_s)
-            ended = process.poll() is not None
-            alive = processes_of_session(process.pid) if ended else []
+        out, said = (self.folder / name for name in ("stdout", "stderr"))
+        process = Started([json.dumps(given), *words], out, said, module="campaign.struck_process", ignored=ignored)
+        code = 124
+        with suppress(TimeoutExpired):
+            code = process.wait(LIMIT_S)
+            alive = processes_of_session(process.pid)
             self.wrong += [f"still there: {alive}"] if alive else []
-            end_group(process.pid)
-            codes.append(process.wait(10) if ended or waits_s else 124)
-        return codes
+        end_group(process.pid)
+        return Done(code, out.read_text(), said.read_text())
 
     def go_on(self, replicas: int = 1, harmed: bool = False) -> str:
         """End the job, and note what is wrong then. harmed: some of what was finished may be gone. Returns what the
@@ -333,39 +297,24 @@ class Job:
     def judge(self, strike: dict[str, Any], rank: int | None, done: Done) -> None:
         """Note what is wrong with the end of a run that was to be struck. rank: which one was; None if none was."""
         fault, who, ranks = strike["fault"], strike["who"], self.kind.ranks * self.kind.replicas
-        codes, out, said = done
-        code, launched = done.code, len(codes) > 1
+        code, out, said = done
         killed, before = fault == "KILL" and (who != "one" or ranks == 1), len(self.wrong)
         right = True
         if code == 0:
             self.compare()
-        elif rank is None and fault != "full disk":
+        elif rank is None:
             right = False  # nothing was done to it
         elif killed:
             right = code == -9
         elif fault == "lost" and ABORTS.search(said):
-            right = bool({*codes} & {1, -6})
-        elif launched:
-            self.judge_survivors(fault, rank or 0, codes, said)
+            right = code in (1, -6)
         else:
             of_all = fault if who == "one" else f"{fault} {who}"
-            self.wrong += judge_line(of_all, rank or 0, ranks, str(self.input), code, said)
-        if code and not killed and not launched:
+            self.wrong += judge_line(of_all, rank, ranks, str(self.input), code, said)
+        if code and not killed:
             self.judge_folder(out, said)
         if len(self.wrong) > before or not right:
-            self.wrong.append(f"{strike} of {rank}: ended with {codes}: {out} {said}")
-
-    def judge_survivors(self, fault: str, victim: int, codes: list[int], said: str) -> None:
-        """Note what is wrong with the ends of ranks of which each says by itself whom it lost. One that has all that it
-        needs may have left before."""
-        self.wrong += ["a traceback"] if "Traceback" in said and fault not in ("exception", "exit") else []
-        received = f" received other bytes than rank {victim} sent to it"
-        self.wrong += ["who received it did not say so"] if fault == "flipped" and received not in said else []
-        for rank, code in enumerate(codes):
-            spoken = [line for line in said.splitlines() if line.startswith(f"cocodiff: [rank {rank}] ")]
-            named = any(re.search(rf"rank {victim}\b", line) for line in spoken)
-            if rank != victim and (code not in (0, 1) or (code and not named)):
-                self.wrong.append(f"rank {rank} ended with {code}, and named rank {victim}: {named}")
+            self.wrong.append(f"{strike} of {rank}: ended with {code}: {out} {said}")
 
     def judge_folder(self, out: str, said: str) -> None:
         """Note what is wrong with what a run that ended badly, and could clean up, has left."""

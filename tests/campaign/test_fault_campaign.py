@@ -1,5 +1,5 @@
 """Faults at moments of jobs: what happens to ranks, and whether all end rightly, and go on. Settings and commands,
-faults, launchers and the moments at which they strike are chosen so that each two that make sense meet; all else is
+faults and the moments at which they strike are chosen so that each two that make sense meet; all else is
 drawn, by the case's number."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from campaign.struck_jobs import COMMANDS, FAULTS, LAUNCHERS, Jobs, choose_all
+from campaign.struck_jobs import COMMANDS, Jobs, choose_all
 
 pytestmark = pytest.mark.processes
 SEED, CASES = map(int, os.environ.get("FAULTS", "0 31").split())  # of another seed, or more of them
@@ -24,31 +24,30 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 
 @pytest.mark.parametrize(
-    ("fault", "moment", "number", "launched"),
+    ("fault", "moment", "number"),
     [
-        ("KILL", "start", 0, False),
-        ("KILL", "attend", 9, False),
-        ("KILL job", "attend", 30, False),
-        ("KILL", "attend", 9, True),
-        ("HUP all", "attend", 9, False),
-        ("QUIT all", "load", 0, False),
-        pytest.param("STOP", "attend", 9, False, marks=pytest.mark.full),
-        pytest.param("STOP ranks", "attend", 9, False, marks=pytest.mark.full),
+        ("KILL", "start", 0),
+        ("KILL", "attend", 9),
+        ("KILL job", "attend", 30),
+        ("HUP all", "attend", 9),
+        ("QUIT all", "load", 0),
+        pytest.param("STOP", "attend", 9, marks=pytest.mark.full),
+        pytest.param("STOP ranks", "attend", 9, marks=pytest.mark.full),
     ],
 )
-def test_a_job_that_is_struck_ends_rightly(jobs: Jobs, fault: str, moment: str, number: int, launched: bool) -> None:
-    job = jobs.job(f"{fault} {moment} {launched}", "inpaint")
+def test_a_job_that_is_struck_ends_rightly(jobs: Jobs, fault: str, moment: str, number: int) -> None:
+    job = jobs.job(f"{fault} {moment}", "inpaint")
     given = {**job.strike(fault, moment, random.Random(0)), "number": number}
-    done = job.run(given=given, fault=fault, launched=launched)
+    done = job.run(given=given, fault=fault)
     job.judge(given["strike"], job.struck(), done)
     assert job.struck() is not None and not job.wrong, job.wrong
 
 
-@pytest.mark.parametrize("command", ["inpaint, one rank", "inpaint"])
-def test_a_job_goes_on_where_a_terminals_signals_are_ignored(jobs: Jobs, command: str) -> None:
+@pytest.mark.parametrize(("command", "names"), [("inpaint, one rank", ("INT", "QUIT")), ("inpaint", ("HUP",))])
+def test_a_job_goes_on_where_a_terminals_signals_are_ignored(jobs: Jobs, command: str, names: tuple[str, ...]) -> None:
     """As nohup ignores SIGHUP, and a script's `&` SIGINT and SIGQUIT."""
     job = jobs.job(f"ignored {command}", command)
-    for name in ("HUP", "INT", "QUIT"):
+    for name in names:
         given = {**job.strike(f"{name} all", "attend", random.Random(0)), "number": 3}
         done = job.run("--overwrite", given=given, ignored=(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT))
         assert done.code == 0 and job.struck() is not None, done.said
@@ -60,9 +59,9 @@ def test_a_job_goes_on_where_a_terminals_signals_are_ignored(jobs: Jobs, command
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(CASES))
 def test_a_job_to_which_something_happens_ends_rightly_and_goes_on(jobs: Jobs, number: int) -> None:
-    """Each fault under each launcher comes first."""
-    chosen, turns = choose_all(COMMANDS, FAULTS, LAUNCHERS), defaultdict[Any, Any](itertools.count)
-    chosen.sort(key=lambda one: next(turns[one[1], one[3]]))
+    """Each fault comes first."""
+    chosen, turns = choose_all(COMMANDS), defaultdict[Any, Any](itertools.count)
+    chosen.sort(key=lambda one: next(turns[one[1]]))
     chance = random.Random(f"{SEED} {number}")
     told, job = jobs.struck(number, chance, chosen[number % len(chosen)])
     job.go_on(chance.choice((1, job.kind.replicas)))

@@ -235,6 +235,7 @@ def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(
 
     before = described(values)
     assert described(values | {name: 3}) != before == described(dict(values))
+    assert [describe(replace(prepared, ranks=ranks))["ranks of a replica"] for ranks in (1, 2)] == [1, 2]
     monkeypatch.setenv("MKL_NUM_THREADS", "97")
     assert described(values) != before
 

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import tifffile
+from cocodiff_eval.data.masks import center_mask
 
 from cocodiff.cli.main import main, run_command
 from cocodiff.comm.launch import Launch
@@ -64,7 +65,7 @@ def test_a_run_goes_on_to_its_results(tmp_path: Path) -> None:
 CLOSED = (">&-", "2>&-", "<&- >&- 2>&-")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize(
     ("words", "code", "out", "err"),
@@ -95,7 +96,8 @@ def test_a_run_without_streams_writes_its_results(tmp_path: Path, closed: str, r
     words = f"inpaint --input scan.tif --mask center --steps 1 --no-exact --out out --ranks {ranks}"
     assert run_closed(words, closed, tmp_path) == 0
     restored_YX = tifffile.imread(tmp_path / "out" / "images" / "scan_center_tapa.tif")
-    assert (restored_YX[0] == slice_YX[0]).all() and (restored_YX != slice_YX).any()
+    hidden_YX = center_mask((40, 40))
+    assert (restored_YX == slice_YX)[~hidden_YX].all() and (restored_YX != slice_YX)[hidden_YX].mean() > 0.9
     assert (tmp_path / "out" / "report.html").exists()
 
 

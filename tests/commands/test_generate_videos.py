@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +14,15 @@ import tifffile
 import tiny_pipelines
 import torch
 from cocodiff_eval.harness.images import has_encoder, save_frames, shown_frames
-from killed_runs import results
 from launching import assert_succeeded, with_options
 from PIL import Image
-from warm import Started, forked
+from warm import forked
 from words import words
 
 from cocodiff.cli.main import main
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.partition import image_tokens
 from cocodiff.jobs.pipelines import Request
-from cocodiff.jobs.store import PARTIAL, Store
 from cocodiff.models.family import GENERATE
 
 pytestmark = pytest.mark.processes
@@ -111,23 +106,6 @@ def test_what_is_lossy_is_compared_with_the_exact_run_over_all_frames(made: Path
     assert [(row["exact_compared"], row["psnr_vs_exact_db"]) for row in rows] == [(True, None)] * 2
 
 
-@pytest.mark.full
-def test_a_bound_on_quality_is_kept_over_all_frames(made: Path, tmp_path: Path) -> None:
-    out, bounds = tmp_path / "out", ("--quality", "50dB", "--quality_slices", "1", "--ranks", "2")
-    done = forked(*run_of(made, "text", out), *RUNS["text"][:3], *RUNS["text"][-4:], *bounds, folder=tmp_path)
-    assert_succeeded(done)
-    assert "that keeps it on 1 videos" in done.stdout
-    found = json.loads((out / "metrics.json").read_text())
-    (record,) = found["quality"]
-    assert record["of"] == "videos" and record["checked"] == ["a_tooth"] and record["setting"] != "exact"
-    assert [row["name"] for row in found["images"]] == ["a_tooth", "a_bone"]
-    for row in found["images"][:1]:
-        errors = frames(out / "images" / f"{row['name']}_ahead.tif") - frames(
-            made / "text" / "images" / "a_tooth_tapa.tif"
-        )
-        assert row["psnr_vs_exact_db"] >= 50 and 10 * np.log10(255**2 / np.square(errors).mean()) > 45
-
-
 def test_results_have_the_promised_names_and_the_report_shows_frames(made: Path) -> None:
     ends = ["mp4", "tif"] if has_encoder() else ["tif"]
     names = [f"image_{preset}.{end}" for preset in ("flat", "tapa") for end in ends]
@@ -184,17 +162,3 @@ def test_the_deal_counts_a_videos_tokens_and_both_experts(made: Path) -> None:
     tokens = Request(str(made / "tokens-model"), GENERATE)
     assert image_tokens({}, tokens, path, shape) == 31 * 44 * 80, "121 frames of 704 x 1280, with a small VAE"
     assert tokens.video.fps == 24
-
-
-def test_a_killed_job_goes_on_to_the_same_bits(made: Path, tmp_path: Path) -> None:
-    run = [*run_of(made, "text", tmp_path / "out"), *RUNS["text"], "--resume", "--quiet"]
-    store, killed = Store(tmp_path / "out" / PARTIAL), Started(run, tmp_path / "log")
-    while store.kept() is None:
-        assert killed.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.005)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait(60)
-    assert_succeeded(forked(*run, folder=tmp_path))
-    assert results(tmp_path / "out") == results(made / "text")
-    done = forked(*run, folder=tmp_path)
-    assert done.returncode == 0 and "nothing is left to do" in done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ import yaml
 import zarr
 from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.harness.tasks import file_names
-from launching import assert_succeeded, run
+from launching import assert_succeeded
 from PIL import Image
 from skimage.restoration import inpaint_biharmonic
 from tiny_models import sd3_inpaint_pipeline
@@ -243,44 +242,25 @@ def test_a_mask_file_with_its_truth_is_judged(restore: Restore, tmp_path: Path) 
     assert row["psnr_db"] != row["baseline"]["psnr_db"]
 
 
-@pytest.mark.full
-def test_twelve_forked_ranks_restore_what_one_process_restores(tmp_path: Path) -> None:
-    """The embedded model's pipeline: over 80 dB inside the mask in fp32, and quiet but for our own lines."""
-    image = noise((96, 96), np.float32)
-    tifffile.imwrite(tmp_path / "scan.tif", image)
-    restored = {}
-    for ranks in (1, 12):
-        out = tmp_path / f"out{ranks}"
-        words = ("inpaint", "--input", tmp_path / "scan.tif", "--steps", 5, "--ranks", ranks, "--quiet", "--out", out)
-        started = [sys.executable, "-m", "cocodiff", *map(str, words)]  # as a user starts it
-        done = run(started) if ranks == 12 else forked(*words, folder=tmp_path)
-        assert_succeeded(done)
-        assert done.stderr == ""
-        assert all(word in done.stdout for word in (f"{ranks} rank(s) ready", "biharmonic", "report.html"))
-        assert len(done.stdout.splitlines()) == 8 + (ranks > 1)  # how ranks are divided, where there is a choice
-        restored[ranks] = tifffile.imread(out / "images" / "scan_block_tapa.tif")
-    differs = restored[1] != image
-    error = float(np.mean(np.square(restored[1].astype(float) - restored[12])[differs]))
-    assert error == 0 or -10 * math.log10(error / float(np.ptp(image)) ** 2) > 80
-    (row,) = json.loads((tmp_path / "out12" / "metrics.json").read_text())["images"]
-    assert row["psnr_vs_exact_db"] is None
-    assert row["bytes"]["sibling"] > 0 and row["bytes"]["plane"] > 0
-    assert row["bytes"]["cross_plane"] == row["bytes"]["node"] == 0
-
-
 def test_a_lossy_run_reports_what_it_left_behind(tmp_path: Path) -> None:
     """Of two samples, which share calls: their mean against the exact run's mean."""
     tifffile.imwrite(tmp_path / "scan.tif", noise((48, 96), np.float32))
     presets = ("--preset", "tapa", "cocodiff", "ahead", "--tau", 2, "--samples", 2, "--no_hidden_test")
     words = ("--input", tmp_path / "scan.tif", "--steps", 6, "--ranks", 2, "--quiet", "--out", tmp_path / "out")
     assert_succeeded(forked("inpaint", *words, *presets, folder=tmp_path))
-    exact, lossy, ahead = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
+    document = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    exact, lossy, ahead = document["images"]
     assert "drift" not in exact and exact["samples"] == 2 and exact["psnr_vs_exact_db"] is None
-    assert ahead["drift"][0]["exposed_fraction"] == 1 and ahead["psnr_vs_exact_db"] > 0
+    assert ahead["drift"][0]["exposed_fraction"] == 1
+    images, span = tmp_path / "out" / "images", np.ptp(document["inputs"][0]["range"])
+    mean, mask_YX = tifffile.imread(images / "scan_block_tapa.tif"), tifffile.imread(images / "scan_block_mask.tif") > 0
+    for row in (lossy, ahead):
+        errors = (tifffile.imread(images / f"scan_block_{row['mode']}.tif") - mean)[mask_YX] / span
+        assert row["psnr_vs_exact_db"] == pytest.approx(-10 * math.log10(np.square(errors).mean()), abs=0.05)
     assert (tmp_path / "out" / "run.yaml").read_text().startswith("# ahead: codec auto: none, as the machine file")
     assert [step["step"] for step in lossy["drift"]] == list(range(6))
     assert lossy["drift"][0] == {"step": 0, "change": None, "stable_fraction": 0.0}
-    assert max(step["stable_fraction"] for step in lossy["drift"]) > 0 and lossy["psnr_vs_exact_db"] > 0
+    assert max(step["stable_fraction"] for step in lossy["drift"]) > 0
     assert sum(lossy["bytes"].values()) < sum(lossy["bytes_exact"].values())
 
 

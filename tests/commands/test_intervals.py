@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tifffile
 from cocodiff_eval.data.masks import block_mask
-from cocodiff_eval.quality.fusing import Moments
 from cocodiff_eval.quality.hidden import hide_beside
 
 from cocodiff.cli.main import main
@@ -46,7 +45,7 @@ def picture(slices: int = 0) -> np.ndarray:
     return (30000 + 60000 * np.stack(found)).clip(0, 65535).astype(np.uint16)[0 if not slices else slice(None)]
 
 
-@pytest.mark.parametrize("slices", [0, 3])
+@pytest.mark.parametrize("slices", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_results_stay_as_they_are_without_a_test_and_have_intervals_beside(
     run: Run, slices: int, tmp_path: Path
 ) -> None:
@@ -139,11 +138,3 @@ def test_slices_of_a_stack_without_a_mask_or_wholly_masked(run: Run) -> None:
     assert not low[1:].any() and not high[1:].any() and (high[0][mask[0]] > 0).all()
     assert "results have no intervals" not in said and low[0][mask[0]].min() > 0
     assert [row["name"] for row in metrics["images"]] == ["scan[0]"]
-
-
-def test_moments_of_no_image_change_nothing() -> None:
-    some = Moments.of(picture()).merged(Moments.of(picture() // 2))
-    none = Moments.none(some.mean_YX.shape)
-    for merged in (none.merged(some), some.merged(none)):
-        assert merged.count == 2 and np.array_equal(merged.mean_YX, some.mean_YX)
-        assert np.array_equal(merged.squares_YX, some.squares_YX)

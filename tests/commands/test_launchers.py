@@ -67,9 +67,9 @@ def test_a_launcher_gives_the_restoration_of_one_process(
     assert np.abs(tifffile.imread(tmp_path / "out/images/scan_block_tapa.tif") - single).max() < 1e-4
 
 
-def pals(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
+def pals(ranks: int, *words: object, start: Any = mpiexec) -> subprocess.CompletedProcess[str]:
     """Runs a command, or a Python file, on ranks that know no more than PALS tells them. First what else they know."""
-    return mpiexec(ranks, TESTS / "pals_rank.py", *(str(word) for word in words), timeout_s=120)
+    return start(ranks, TESTS / "pals_rank.py", *(str(word) for word in words), timeout_s=120)
 
 
 @pytest.mark.parametrize("guesses", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -105,7 +105,7 @@ def test_a_number_of_ranks_that_is_wrong_is_refused_once_by_all(
     request_words: list[str], tmp_path: Path, told: int, remedy: str
 ) -> None:
     """As one that is left in the environment from another job. Told 1, one of two ranks knows that it is wrong."""
-    done = pals(2, f"COCODIFF_RANKS={told}", *request_words, "--out", tmp_path / "out")
+    done = pals(2, f"COCODIFF_RANKS={told}", *request_words, "--out", tmp_path / "out", start=warm_mpiexec)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert f"{told} rank" in done.stderr and "MPI counts 2" in done.stderr and remedy in done.stderr
     assert not (tmp_path / "out").exists()
@@ -113,7 +113,7 @@ def test_a_number_of_ranks_that_is_wrong_is_refused_once_by_all(
 
 def test_a_mistake_is_said_once_where_mpi_was_asked(request_words: list[str], tmp_path: Path) -> None:
     """Nobody waits for anybody in MPI's own end."""
-    done = pals(2, *with_options(request_words, "--steps", "0"), "--out", tmp_path / "out")
+    done = pals(2, *with_options(request_words, "--steps", "0"), "--out", tmp_path / "out", start=warm_mpiexec)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "at least 1" in done.stderr
 
 
@@ -200,7 +200,7 @@ def test_a_rank_that_dies_after_mpi_was_asked_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", [[], pytest.param(["COCODIFF_RANKS=2"], marks=pytest.mark.full)])
 def test_an_mpi_that_is_not_the_launchers_is_refused(request_words: list[str], tmp_path: Path, more: list[str]) -> None:
     """It knows fewer ranks than the launcher has started on this node alone."""
-    done = pals(2, *more, "PALS_LOCAL_SIZE=4", *request_words, "--out", tmp_path / "out")
+    done = pals(2, *more, "PALS_LOCAL_SIZE=4", *request_words, "--out", tmp_path / "out", start=warm_mpiexec)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "4 ranks or more" in done.stderr and "MPI counts 2" in done.stderr and not (tmp_path / "out").exists()
 

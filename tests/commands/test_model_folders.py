@@ -17,6 +17,7 @@ import pytest
 import tifffile
 import tiny_pipelines
 import torch
+import yaml
 from diffusers import StableDiffusion3InpaintPipeline, StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
 from words import words
@@ -30,6 +31,7 @@ Break = Callable[[Path], Any]
 INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
 TRANSFORMER, VAE = "transformer/config.json", "vae/config.json"
 WEIGHTS = {part: f"{part}/diffusion_pytorch_model.safetensors" for part in ("transformer", "vae")}
+CASES = yaml.safe_load(Path(__file__).with_name("model_folders.yaml").read_text())
 pytestmark = pytest.mark.usefixtures("promptly")
 
 
@@ -134,8 +136,7 @@ def test_sizes_that_no_transformer_has(refused: Callable[..., str], key: str, va
     assert f"{TRANSFORMER}: {key} is {value!r}: a whole number" in refused("sd3", setting(TRANSFORMER, key, value))
 
 
-FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
-HEUN, UNIPC, DPM = "FlowMatchHeunDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"
+HEUN = "FlowMatchHeunDiscreteScheduler"
 
 
 def test_a_scheduler_of_another_kind(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,32 +148,7 @@ def test_a_scheduler_of_another_kind(refused: Callable[..., str], monkeypatch: p
     assert line.endswith(": save the pipeline with FlowMatchEulerDiscreteScheduler")
 
 
-NOISELESS = "has no scale_noise, which StableDiffusion3InpaintPipeline calls"
-UNLIKE_FLOW = "adds noise otherwise than flow matching does, for which StableDiffusion3Inpaint"
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "kind", "settings", "task", "said"),
-    [
-        ("StableDiffusion3Pipeline", HEUN, {}, "generate", ""),
-        ("StableDiffusion3Pipeline", UNIPC, FLOW, "keep", ""),
-        ("StableDiffusion3Pipeline", UNIPC, FLOW | {"prediction_type": "epsilon"}, "generate", "flow matching"),
-        ("StableDiffusion3InpaintPipeline", "FlowMatchLCMScheduler", {}, "inpaint", ""),
-        ("StableDiffusion3InpaintPipeline", UNIPC, FLOW, "inpaint", NOISELESS),
-        ("StableDiffusion3InpaintPipeline", DPM, FLOW, "inpaint", NOISELESS),
-        ("StableDiffusion3InpaintPipeline", "DDIMScheduler", {}, "inpaint", UNLIKE_FLOW),
-        ("FluxPipeline", HEUN, {}, "generate", "takes no sigmas"),
-        ("FluxPipeline", DPM, FLOW, "generate", ""),
-        ("QwenImagePipeline", DPM, FLOW, "keep", "takes no sigmas"),
-        ("QwenImagePipeline", UNIPC, FLOW, "keep", ""),
-        ("ZImagePipeline", DPM, FLOW, "generate", "takes no sigmas"),
-        ("WanPipeline", UNIPC, FLOW, "keep", ""),
-        ("WanPipeline", "EulerDiscreteScheduler", {}, "generate", "flow matching"),
-        ("CogVideoXPipeline", "CogVideoXDPMScheduler", {}, "generate", ""),
-        ("CogVideoXPipeline", "CogVideoXDPMScheduler", {}, "keep", "save the pipeline with CogVideoXDDIMScheduler"),
-        ("CogVideoXPipeline", "FlowMatchEulerDiscreteScheduler", {}, "generate", "has no scale_model_input"),
-    ],
-)
+@pytest.mark.parametrize(("pipeline", "kind", "settings", "task", "said"), CASES["schedulers"])
 def test_which_pipelines_run_with_which_schedulers(
     pipeline: str, kind: str, settings: dict[str, Any], task: str, said: str
 ) -> None:
@@ -205,30 +181,7 @@ BROKEN: list[tuple[str, Break, str]] = [
         lambda folder: [path.unlink() for path in (folder / "tokenizer_2").iterdir()],
         "tokenizer_2 has none of",
     ),
-    ("sd3", setting(TRANSFORMER, "num_layers", 10**9), "at most 1000 layers"),
-    ("sd3", setting(TRANSFORMER, "num_layers", "x"), "cannot be loaded: TypeError"),
-    ("sd3", setting(TRANSFORMER, "num_layers", 1), "cannot be loaded: Cannot load because transformer_blocks.0"),
-    ("flux", setting(TRANSFORMER, "num_single_layers", 0), "no place for single_transformer_blocks.0"),
-    ("flux", setting(TRANSFORMER, "num_single_layers", 2), "its transformer lack single_transformer_blocks.1"),
-    ("sd3", setting(TRANSFORMER, "pos_embed_max_size", 4), "pos_embed_max_size is below the 8 tokens"),
-    ("sd3", setting(TRANSFORMER, "pos_embed_max_size", 10**5), "pos_embed_max_size is larger than"),
-    ("sd3", setting(TRANSFORMER, "sample_size", 1), "sample_size is below patch_size"),
-    ("flux", setting(TRANSFORMER, "axes_dims_rope", [2, 2, 2]), "even numbers are needed that add up"),
-    ("flux", setting(TRANSFORMER, "axes_dims_rope", None), "even numbers are needed that add up"),
-    ("sd3", setting(VAE, "scaling_factor", None), "scaling_factor of its vae is None"),
-    ("sd3", setting(VAE, "shift_factor", "x"), "shift_factor of its vae is 'x'"),
-    ("sd3", setting(VAE, "layers_per_block", 10**9), "at most 1000 layers"),
-    ("sd3", setting(VAE, "down_block_types", []), "lists of different lengths"),
-    ("sd3", setting(SCHEDULER, "num_train_timesteps", 0), "num_train_timesteps is 0"),
-    ("sd3", setting(SCHEDULER, "num_train_timesteps", 10**9), "num_train_timesteps is 1000000000"),
-    ("sd3", setting(SCHEDULER, "shift", float("nan")), "its scheduler makes timesteps nan"),
-    ("sd3", setting(SCHEDULER, "shift", None), "cannot be loaded: TypeError"),
-    ("sd3", setting(SCHEDULER, "shift_terminal", "x"), "its scheduler makes no timesteps"),
-    ("sd3", setting(INDEX, "vae", None), "vae is None: a library and a class are needed"),
-    ("sd3", setting(INDEX, "transformer", ["os", "system"]), "only diffusers and transformers are trusted"),
-    ("sd3", setting(INDEX, "_class_name", 3), "is a 3; known:"),
-    ("encoders", setting("text_encoder/config.json", "num_hidden_layers", 10**9), "at most 1000 layers"),
-    ("encoders", setting("text_encoder/config.json", "hidden_size", 7), "text_encoder cannot be loaded"),
+    *((kind, setting(name, key, value), said) for kind, name, key, value, said in CASES["settings"]),
 ]
 
 

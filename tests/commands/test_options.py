@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ OPTIONS = (
 )
 DEFAULTS = {option.name: option.default for option in OPTIONS}
 EVERY = with_settings(jobs.RUN_OPTIONS)
+CASES = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text())
+BEYOND_64_BITS = [(f"noise_seed: 0x{'f' * 5000}", "noise_seed 64 bits"), (f"strength: {10**400}", "strength 64 bits")]
 
 
 def parsed(line: str, options: tuple[Option, ...] = OPTIONS) -> dict[str, Any]:
@@ -47,67 +50,13 @@ def mistake(line: str, options: tuple[Option, ...] = OPTIONS) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "changed"),
-    [
-        ("", {}),
-        ("--noise-seed 7", {"noise_seed": 7}),
-        ("--noise_seed 7", {"noise_seed": 7}),
-        ("--noise-seed=7", {"noise_seed": 7}),
-        ("--overwrite", {"overwrite": True}),
-        ("--no-exact", {"exact": False}),
-        ("--no_exact --overwrite", {"exact": False, "overwrite": True}),
-        ("--exact false --overwrite true", {"exact": False, "overwrite": True}),
-        ("--no-exact --overwrite False", {"exact": False}),
-        ("--exact=false --overwrite --steps 3", {"exact": False, "overwrite": True, "steps": 3}),
-        ("--no-overwrite", {}),
-        ("--strength 0.5 --steps 3", {"strength": 0.5, "steps": 3}),
-        ("--strength 1", {"strength": 1.0}),
-        # An option that takes several values may be repeated.
-        ("--steps 3 --input b.tif c.tif", {"steps": 3, "input": ["a.png", "b.tif", "c.tif"]}),
-        ("--input=b.tif --steps=3 --input c.tif", {"steps": 3, "input": ["a.png", "b.tif", "c.tif"]}),
-        # Values may begin with a hyphen.
-        (
-            "--input -1.png --noise_seed -7 --overwrite",
-            {"input": ["a.png", "-1.png"], "noise_seed": -7, "overwrite": 1},
-        ),
-        ("--mask-range -1000,3000", {"mask_range": "-1000,3000"}),
-        ("--mask_range=-1000,3000", {"mask_range": "-1000,3000"}),
-        ("--prompt '-a tooth' b -h", {"prompt": ["-a tooth", "b", "-h"]}),
-    ],
-)
+@pytest.mark.parametrize(("line", "changed"), CASES["taken"].items())
 def test_what_a_command_line_takes(line, changed):
     assert parsed(f"--input a.png {line}") == DEFAULTS | {"input": ["a.png"]} | changed
 
 
 @pytest.mark.parametrize(
-    ("line", "values"),
-    [
-        ("--steps 3 --steps 4", "--steps once"),
-        ("--noise-seed=3 --noise_seed 3", "--noise_seed once"),
-        ("--exact --no-exact", "--exact once"),
-        ("--mask block --overwrite --mask center", "--mask once"),
-        ("--config a.yaml --config b.yaml", "--config once"),
-        ("--steps --overwrite", "--steps expected"),
-        ("--steps", "--steps expected"),
-        ("--steps 3 4", "unrecognized 4"),
-        ("--stpes 3", "--stpes steps? --help"),
-        ("--no-stesp", "--no_stesp"),
-        ("--no-exat", "--no_exat no_exact?"),
-        ("--no-exact true", "unrecognized true"),
-        ("--exact maybe", "--exact maybe"),
-        ("--steps many", "--steps many number --help"),
-        ("--steps 1.5", "--steps 1.5 number"),
-        ("--strength high", "--strength high number"),
-        ("--mask blok", "--mask blok block center"),
-        ("--config absent.yaml", "absent.yaml No such file"),
-        ("--replicas two", "--replicas two auto"),
-        ("''", "--input '' empty"),
-        ("--truth ''", "--truth '' empty"),
-        ("--chunks \N{SUPERSCRIPT TWO}", "chunks whole number"),
-        (f"--chunks {'9' * 5000}", "chunks whole number"),
-        ("--placement up", "'up' 'auto', 'topology', 'usp'"),
-    ],
+    ("line", "values"), [*CASES["refused"].items(), (f"--chunks {'9' * 5000}", "chunks whole number")]
 )
 def test_what_a_command_line_is_refused_for(line, values):
     message = mistake(f"--input a {line}", with_settings((*jobs.PARTITION_OPTIONS, *OPTIONS)))
@@ -138,28 +87,7 @@ def test_a_settings_file_without_a_value_and_the_command_line_over_it(tmp_path, 
     assert found == DEFAULTS | changed and type(found["strength"]) is float
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("stpes: 3", "stpes steps?"),
-        ("steps: many", "steps 'many' int"),
-        ("steps: true", "steps True int"),
-        ("steps: 1:2", "steps '1:2' int"),
-        ("exact: 3", "exact 3 bool"),
-        ("input: [1]", "input 1 str"),
-        ("input: [a, null]", "input None str"),
-        ("input: null", "--input"),
-        ("mask: centre", "mask 'centre' center? block"),
-        ("mask: [center]", "mask ['center'] str"),
-        ("steps: &a [*a]", "steps int"),
-        (f"steps: {2**63}", "steps 64 bits"),
-        (f"noise_seed: 0x{'f' * 5000}", "noise_seed 64 bits"),
-        (f"strength: {10**400}", "strength 64 bits"),
-        ("replicas: two", "--replicas two auto"),
-        ("truth: [a", "YAML"),
-        ("- input", "pairs list"),
-    ],
-)
+@pytest.mark.parametrize(("text", "values"), [*CASES["settings refused"].items(), *BEYOND_64_BITS])
 def test_what_a_settings_file_is_refused_for(tmp_path, text, values):
     (tmp_path / "run.yaml").write_text(text if "input" in text else f"input: a\n{text}\n")
     message = mistake(f"--config {tmp_path / 'run.yaml'}", (*jobs.PARTITION_OPTIONS, *OPTIONS))
@@ -185,21 +113,10 @@ def test_numbers_have_bounds():
             check_strength(strength, [20, 50])
 
 
-@pytest.mark.parametrize(
-    ("line", "settings"),
-    [
-        ("--machine aurora --timeout-s 9", {"machine": "aurora", "timeout_s": 9.0}),
-        ("--transport gloo --order v_first --vae all", {"transport": "gloo", "order": "v_first", "vae": "all"}),
-        ("--ring 4 --placement usp", {"ring": 4, "placement": "usp"}),
-        (
-            "--selection v_major --schedule list --ratios 0 0.5 --warmup 0 --exchange tapa",
-            {"selection": "v_major", "schedule": "list", "ratios": (0.0, 0.5), "warmup": 0, "exchange": "tapa"},
-        ),
-    ],
-)
-def test_run_options_become_the_engines_settings_over_what_presets_say(tmp_path, line, settings):
+@pytest.mark.parametrize(("line", "listed"), CASES["engine"].items())
+def test_run_options_become_the_engines_settings_over_what_presets_say(tmp_path, line, listed):
     """The command line and a settings file say the same."""
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in listed.items()}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(listed))
     for words in (line, f"--config {tmp_path / 'run.yaml'}"):
         found = parsed(words, EVERY)

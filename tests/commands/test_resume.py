@@ -86,7 +86,7 @@ def test_a_job_to_which_something_happens_goes_on_to_the_same_results(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("command", ["inpaint, one rank", "generate, one rank", "sweep, one rank", "volume"])
+@pytest.mark.parametrize("command", ["inpaint, one rank", "sweep, one rank", "generate, one rank", "volume"])
 def test_a_job_that_is_finished_has_nothing_left_to_do_and_other_results_are_refused(jobs: Jobs, command: str) -> None:
     job = jobs.job(f"finished {command}", command)
     assert job.run().code == 0

@@ -136,33 +136,6 @@ def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> No
     assert by_key(tmp_path / "again") == by_key(tmp_path / "out")
 
 
-def test_what_a_folder_holds_is_reported_without_running(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (whole / "pareto.png").unlink()
-    assert main(["sweep", "--report-only", "--out", str(whole)]) == 0
-    printed = capsys.readouterr().out
-    assert all(said in printed for said in (*POINTS, "volume", "identical"))
-    assert (whole / "pareto.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_other_settings_do_not_mix(folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (whole / "results.jsonl").read_bytes()
-    for more, ranks, said in (
-        (["--seed", "1"], 2, "(seed: 0 there, 1 now)"),
-        (["--steps", "4"], 2, "(steps: 3 there, 4 now)"),
-        ([], 4, "ranks of a replica: 2 there, 4 now"),
-    ):
-        told = mistake(capsys, *words(folder, whole, *more, ranks=ranks))
-        assert said in told and "--overwrite" in told
-    assert main(words(folder, whole)) == 0  # nothing is left to do
-    for option in ("--mask", "--truth"):
-        told = mistake(capsys, *words(folder, whole, "--overwrite", option, str(whole / "report.html")))
-        assert "report.html is among the results" in told
-    (folder / "notes").mkdir()
-    (folder / "notes" / "a.txt").write_text("mine")
-    assert "not ours to overwrite" in mistake(capsys, *words(folder, folder / "notes", "--overwrite"))
-    assert (whole / "results.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("points", "more", "ranks", "said"),
     [
@@ -302,33 +275,16 @@ def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
     assert found[-1].config == Config.preset("tapa", placement="usp") and not any(point.lossy for point in found)
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"grid": {"ring": [0]}}, "point ring 0: ring is 0: give the ranks of a ring, 1 for none, or auto"),
-        ({"grid": {"chunks": [2, "two"]}}, "point chunks two: chunks is 'two': give a whole number of at least 1"),
-        ({"points": [{"placement": "up"}]}, "point placement up: unknown placement 'up', did you mean usp?"),
-        ({"grid": {"ratios": [[0.1]], "rato": [1]}}, "grid: unknown key rato, did you mean ratio?"),
-        ({"base": {"referense": "sent"}}, "base: unknown key referense, did you mean reference?"),
-        ({"points": [{"preset": "flat"}, {"step": 3}]}, "points, number 2: unknown key step"),
-        ({"grid": {"preset": ["flatt"]}}, "unknown preset 'flatt', did you mean flat?"),
-        ({"grid": {"ratio": 0.5}}, "grid: ratio is 0.5: give a list of values"),
-        ({"grid": {"selection": ["v_major"], "ratio": [3]}}, "ratio is 3: give a fraction from 0 to 1"),
-        ({"grid": {"preset": ["flat"], "ratio": [0.5]}}, "ratio does nothing with selection full: add selection"),
-        ({"points": [{"predictor": "last"}]}, "predictor does nothing with codec none: add codec: lossless or int8"),
-        ({"points": {"preset": "flat"}}, "points is {'preset': 'flat'}: give a list"),
-        ({"points": [{"name": "a", "preset": "flat"}, {"name": "a", "preset": "tapa"}]}, "two points are called a"),
-        ({"grid": {"steps": [0]}}, "steps 0: give a whole number"),
-        ({"base": {"selection": "v_major", "ratios": 3}}, "point base: "),
-        ({"base": {"steps": [3]}}, "steps ["),
-        ({"grid": {"steps": [[3]]}}, "steps ["),
-        ({"grid": {"mask": [["a"]]}}, "mask ["),
-        (LOSSY | {"grid": {"ratio": [n / 1e3 for n in range(1000)], "warmup": [*range(1000)]}}, "has 1000000 runs "),
-        ({"grid": {"preset": ["flat"], "steps": [*range(1, 100_001)]}}, "has 100000 runs "),
-        ({"points": [{"preset": "flat"}] * 20_000}, "has 20000 runs "),
-        (LOSSY | {"grid": {"warmup": [*range(101)]}, "steps": [*range(1, 101)]}, "has 10100 runs "),
-    ],
-)
+MISTAKEN = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text())
+LARGE = [
+    (LOSSY | {"grid": {"ratio": [n / 1e3 for n in range(1000)], "warmup": [*range(1000)]}}, "has 1000000 runs "),
+    ({"grid": {"preset": ["flat"], "steps": [*range(1, 100_001)]}}, "has 100000 runs "),
+    ({"points": [{"preset": "flat"}] * 20_000}, "has 20000 runs "),
+    (LOSSY | {"grid": {"warmup": [*range(101)]}, "steps": [*range(1, 101)]}, "has 10100 runs "),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), [*MISTAKEN, *LARGE])
 def test_mistakes_in_a_grid(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         grid(**sections)

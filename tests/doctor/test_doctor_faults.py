@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
+from itertools import starmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +41,6 @@ from cocodiff.planner.calibrate import machine_file
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-IPEX = "intel_extension_for_pytorch"
 PLANES = "plane:{0,3,4,6,8,11},{1,2,5,7,9,10}"
 NODES = read_yaml(Path(__file__).with_name("nodes.yaml"))
 NICS = tuple(Nic(f"cxi{n}", (n // 4,)) for n in range(8))
@@ -99,6 +100,16 @@ def both(*changes: Change) -> Change:
     return lambda job: reduce(lambda job, change: change(job), changes, job)
 
 
+def changes_of(name: str) -> dict[str, Change]:
+    """Read changes of facts by their names: of the `job`, of `all` ranks, or of some, as `rank 4, 6`."""
+
+    def change(of_whom: str, values: dict[str, Any]) -> Change:
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return job(**values) if of_whom == "job" else ranks(*map(int, re.findall(r"\d+", of_whom)), **values)
+
+    return {name: both(*starmap(change, told.items())) for name, told in NODES[name].items()}
+
+
 def two_hosts(host_of: Callable[[int], int]) -> Change:
     return lambda _: healthy_job(24, host_of)
 
@@ -110,78 +121,35 @@ def wrong_trials(*at_once: int) -> Change:
 
 
 ON_CPU = ranks(**NODES["cpu"])
-PYPI_MPI = ranks(versions={"impi-rt": "2021.17.2"})
 SAFE = setting(CCL_OP_SYNC="1", CCL_ATL_SYNC_COLL="1")
-SHORT = "/dev/shm has 64 KiB free, and MPI needs 6144: enlarge it (docker ...)"
 WRONG_KERNEL = KernelTrial("l1_score", "float32", "[1, 70]", 0.5, "differs by more")
 BLOCKED = [Issue("all-to-all", size, 22, 9e-4, 1e-3) for size in (4096, 2**20)]
 
 # What is wrong, by its name; what is told of each stands in the snapshots.
 WRONG: dict[str, Change] = {
-    "old torch": ranks(versions={"torch": "2.7.9", IPEX: "2.7.1"}),
-    "no diffusers": ranks(versions={"diffusers": None}),
-    "mixed torch": ranks(3, versions={"torch": "2.11.0"}),
-    "another torch's IPEX": ranks(versions={IPEX: "2.8.10"}),
-    "a broken h5py": ranks(0, unimported={"h5py": "no libhdf5"}),
-    "a broken diffusers": ranks(0, unimported={"diffusers": "no peft"}),
+    **changes_of("wrong"),
+    "unbound": ranks(sockets=(0, 1), cores=tuple(range(208))),
     "uneven hosts": two_hosts(lambda rank: rank // 11 % 2),
     "round-robin": two_hosts(lambda rank: rank % 2),
     "more hosts than nodes": lambda job: replace(
         job, ranks=[replace(r, host=f"x{r.rank // 6}", local_size=6) for r in job.ranks]
     ),
-    "PyPI's MPI loaded": both(PYPI_MPI, ranks(mpi_library="/venv/lib/libmpi.so.12", launcher="torchrun")),
-    "PyPI's MPI under mpiexec": PYPI_MPI,
-    "PyPI's MPI beside torchrun": both(PYPI_MPI, ranks(launcher="torchrun")),
-    "little shared memory": ranks(3, no_shared_memory=SHORT),
-    "no windows": ranks(drawback="no unified model"),
-    "no mpi4py": ranks(versions={"mpi4py": None}),
-    "a tile for two": ranks(5, tile="uuid-4"),
-    "composite": both(setting(ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE"), ranks(tiles_seen=6)),
-    "mixed devices": ranks(2, device="cpu"),
-    "far from its card": ranks(7, sockets=(0,), cores=(50,)),
-    "unbound": ranks(sockets=(0, 1), cores=tuple(range(208))),
-    "shared cores": ranks(1, cores=(7, 12)),
-    "idle cores": setting(3, 4, OMP_NUM_THREADS="1"),
-    "workers on a rank's core": setting(CCL_WORKER_AFFINITY="4,42"),
-    "an unknown NIC": setting(3, FI_CXI_DEVICE_NAME="cxi9"),
-    "a NIC far away": setting(3, FI_CXI_DEVICE_NAME="cxi4"),
     "fewer NICs": ranks(nics=NICS[:7]),
     "no NIC of several nodes": both(two_hosts(lambda rank: rank // 12), ranks(nics=())),
-    "other planes": setting(CCL_TOPO_COLOR="plane:{0,2,4,6,8,10},{1,3,5,7,9,11}"),
-    "few tiles": setting(CCL_TOPO_COLOR="plane:{0},{1}"),
-    "no plane named": setting(CCL_TOPO_COLOR="plane:{a}"),
     "wrong numbers": wrong_trials(1, 12),
     "wrong where calls overlap": wrong_trials(12),
     "wrong in many cases": wrong_trials(*[1] * 5),
     "batches that wait": job(pair=HANGS),
     "wrong bytes in a batch": job(pair=(["met", ["early"]], [])),
     "batches that wait as asked": job(pair=HANGS, one_by_one=True, messages="batch"),
-    "batches that end after all": job(one_by_one=True),
     "numbers that CCL_OP_SYNC mends": both(wrong_trials(1), job(pair=([], []), op_sync=other_sync(1, "right"))),
     "nothing hidden": job(overlap=Overlap(1.0, 2.0, 2.51)),
     "nothing hidden in safe mode": both(SAFE, job(overlap=Overlap(1.0, 1.0, 2.0))),
-    "calls that wait": setting(CCL_OP_SYNC="1"),
-    "calls that wait on one rank": setting(7, CCL_OP_SYNC="1"),
-    "ofi": setting(CCL_ATL_TRANSPORT="ofi"),
-    "memory that grows": setting(PYTORCH_ALLOC_CONF="max_split_size_mb:64, expandable_segments: True"),
-    "memory of XPU that grows, on one rank": setting(7, PYTORCH_XPU_ALLOC_CONF="expandable_segments:true"),
-    "memory that grows by CUDA's name": setting(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
-    "another library's": both(setting(CCL_OP_SYNC="1"), ranks(library="gloo")),
-    "oneCCL without PALS": setting(CCL_PROCESS_LAUNCHER="none"),
-    "no room": ranks(4, 6, free=GIB),
-    "no room for a model": job(needed=60 * GIB + 1),
-    "tiles in use": ranks(4, free=40 * GIB),
-    "memory that nobody knows": ranks(free=None),
-    "SYCL asked for": ranks(0, sycl="", no_sycl="no icpx", kernels="sycl"),
-    "no SYCL": ranks(0, sycl="", no_sycl="no icpx"),
-    "kernels not kept": ranks(0, compiles_again="set SYCL..."),
     "a wrong kernel": ranks(0, kernel_trials=(WRONG_KERNEL,)),
-    "no kernel of sums": ranks(0, sums={"bfloat16": "in chunks of 8"}),
     "copies that lose their pitch": ranks(3, device_trial=DeviceTrial("SDPA", 0.1, ("transposed",))),
     "attention that is wrong": ranks(3, 4, device_trial=DeviceTrial("SDPA", 7.5)),
     "bits that differ": ranks(3, device_trial=DeviceTrial("SDPA", 0.1, (), ("convolutions",))),
     "a blocked host": job(issues=BLOCKED),
-    "stopped": job(order=None, stopped="rank 1 failed: read early"),
 }
 
 
@@ -225,29 +193,15 @@ def test_reports_of_jobs_without_a_fault(job: Facts, snapshot: Callable[[str], N
 
 GROWS = setting(PYTORCH_ALLOC_CONF="expandable_segments:True")
 JUST_ENOUGH: dict[str, Change] = {
-    "least versions": ranks(versions={"torch": "2.8", "diffusers": "0.42", "transformers": "5", IPEX: "2.8.0"}),
-    "least memory": ranks(free=4 * GIB, total=4 * GIB),
-    "memory for a model": job(needed=60 * GIB),
-    "nine tenths of a tile free": ranks(free=36 * GIB, total=40 * GIB),
+    **changes_of("just enough"),
     "batches that wait as believed": job(pair=HANGS, one_by_one=True),
-    "batches that end, and all-to-alls by choice": job(one_by_one=True, messages="alltoall"),
     "half hidden": job(overlap=Overlap(2.0, 1.0, 2.5)),
     "calls that return in time": job(issues=[Issue("a", 64, 10, 2e-4, 2e-4), Issue("a", 64, 1, 1e-3, 2e-3)]),
-    "a thread for each core": setting(OMP_NUM_THREADS="4"),
     "a thread of ranks on the same cores": both(ranks(cores=(4, 5)), setting(OMP_NUM_THREADS="1"), ON_CPU),
-    "threads that are told by levels": setting(OMP_NUM_THREADS="2,1"),
-    "a NIC of the rank's socket": setting(3, FI_CXI_DEVICE_NAME="cxi3, cxi4"),
-    "a colour of more tiles than ranks": setting(CCL_TOPO_COLOR=f"{PLANES},{{12,13}}"),
     "copies of a host": both(ranks(library="host memory over mpi"), job(issues=BLOCKED)),
-    "ranks on a tile, by its host": both(ranks(5, tile="uuid-4"), ranks(library="host memory over mpi")),
-    "a value that switches nothing on": setting(CCL_OP_SYNC="0"),
     "memory that grows where oneCCL does not send it": both(ranks(device="cuda:0", library="nccl"), GROWS),
     "memory of a CPU that grows": both(ON_CPU, GROWS),
-    "memory that does not grow": setting(PYTORCH_ALLOC_CONF="expandable_segments:False,max_split_size_mb:64"),
-    "a like setting of something else": setting(OTHER_ALLOC_CONF="expandable_segments:True"),
-    "SYCL that was not wanted": ranks(0, sycl="", no_sycl="torch was asked for", kernels="torch"),
     "attention at the limit": ranks(3, device_trial=DeviceTrial("SDPA", 1.0)),
-    "more tiles than the machine has": ranks(tiles_seen=13),
 }
 
 

@@ -79,12 +79,24 @@ def messages_found(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("believed", [False, True], ids=["batches", "one by one"])
-@pytest.mark.parametrize("each_alone", [False, True], ids=["a batch is a group", "a message is a group"])
-def test_a_pair_tells_how_a_library_takes_batches(simulated, monkeypatch, each_alone, believed):
+@pytest.mark.parametrize(
+    ("each_alone", "believed", "here", "wrong_with", "verdict"),
+    [
+        (False, False, "1", "0", "rank 0 got other numbers"),
+        (True, True, "0", "none", "right"),
+        (False, True, "1", "none", "right"),
+        (True, False, "0", "none", "right"),
+    ],
+)
+def test_trials_tell_how_a_library_takes_batches_and_what_ccl_op_sync_changes(
+    simulated, monkeypatch, each_alone, believed, here, wrong_with, verdict
+):
     """A batch that both ranks begin with a send hangs the job of its own where each message is a group. Doctor's own
-    messages, between streams and to all, are right with either habit. Where `auto` is not what is needed it says so."""
-    found, (of_pair, _) = messages_found(simulated, monkeypatch, each_alone, believed)
+    messages, between streams and to all, are right with either habit. Where `auto` is not what is needed it says so.
+    All-to-alls are tried with the other value of CCL_OP_SYNC: what they bring, and how long they take, is told."""
+    monkeypatch.setenv("CCL_OP_SYNC", here)
+    monkeypatch.setenv("SIMULATED_WRONG", wrong_with)
+    found, (of_pair, of_sync) = messages_found(simulated, monkeypatch, each_alone, believed)
     assert found.stopped == "" and found.order == trials.ROUNDS
     assert [set(rank.rates) for rank in found.ranks] == [{"bf16_tflop_s", "launch_us", "wait_us"}] * 2
     assert all(rank.rates["bf16_tflop_s"] > 0 < rank.rates["launch_us"] for rank in found.ranks)
@@ -93,6 +105,11 @@ def test_a_pair_tells_how_a_library_takes_batches(simulated, monkeypatch, each_a
     needed = "alltoall" if each_alone else "batch"
     assert of_pair.severity == ("ok" if each_alone == believed else "warning")
     assert of_pair.remedy == f"--messages {needed}" and needed in of_pair.text
+    ((other, told),) = [(name, value) for name, value in found.op_sync[0][0].items() if name.startswith("CCL")]
+    assert other == f"CCL_OP_SYNC={1 - int(here)}" and told.startswith(verdict)
+    assert other in of_sync.text and told in of_sync.text and of_sync.severity == "ok"
+    assert f'"{other}": "right"' in json.dumps(found.op_sync) or told != "right", "launch/ranks.sh looks for it"
+    assert found.op_sync[0][0]["seconds"] > 0 and 0 <= found.op_sync[0][0]["hidden"] <= 1
 
 
 @pytest.mark.sample(2)
@@ -117,25 +134,6 @@ def test_messages_around_a_ring_keep_their_order_where_each_is_a_group(simulated
         else:
             with pytest.raises(NeverEnds):
                 run_ranks(ranks, work, Library)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("here", "wrong_with", "verdict", "severity"),
-    [("1", "0", "rank 0 got other numbers", "ok"), ("1", "none", "right", "ok"), ("0", "none", "right", "ok")],
-)
-def test_all_to_alls_are_tried_with_the_other_value_of_ccl_op_sync(
-    simulated, monkeypatch, here, wrong_with, verdict, severity
-):
-    """Whatever it is here; what they bring, and how long they take, is told beside this job's own."""
-    monkeypatch.setenv("CCL_OP_SYNC", here)
-    monkeypatch.setenv("SIMULATED_WRONG", wrong_with)
-    found, (_, of_sync) = messages_found(simulated, monkeypatch, False, False)
-    ((other, told),) = [(name, value) for name, value in found.op_sync[0][0].items() if name.startswith("CCL")]
-    assert other == f"CCL_OP_SYNC={1 - int(here)}" and told.startswith(verdict)
-    assert other in of_sync.text and told in of_sync.text and of_sync.severity == severity
-    assert f'"{other}": "right"' in json.dumps(found.op_sync) or told != "right", "launch/ranks.sh looks for it"
-    assert found.op_sync[0][0]["seconds"] > 0 and 0 <= found.op_sync[0][0]["hidden"] <= 1
 
 
 @pytest.mark.full

@@ -313,6 +313,7 @@ def sources_of(node: h5py.Dataset) -> list[h5py.Dataset]:
     return [node.file[one.dset_name] for one in node.virtual_sources()] if node.is_virtual else []
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("region", [None, Region((0, 2, 3), (1, 18, 20))], ids=["whole", "region"])
 @pytest.mark.parametrize("seed", range(40))
 def test_generated_links(make: Callable[..., str], seed: int, region: Region | None) -> None:

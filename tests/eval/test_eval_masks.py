@@ -56,14 +56,6 @@ def test_center_is_the_central_half(rows: int, columns: int) -> None:
         assert mask_YX.mean() == 0.25
 
 
-def test_generated_masks_know_their_truth(stack: Stack) -> None:
-    for kind in ("block", "center"):
-        mask = make_mask(kind, stack, 3)
-        assert (mask.name, mask.from_file, mask.shape) == (kind, False, stack.shape)
-        expected = block_mask(stack.shape[1:], 3) if kind == "block" else center_mask(stack.shape[1:])
-        assert np.array_equal(mask.read(2), expected) and mask.read(2).dtype == bool
-
-
 def test_mask_files(tmp_path: Path, stack: Stack) -> None:
     flat = marked((40, 52), np.s_[5:9, 7:20])
     volume = np.zeros((3, 40, 52), np.uint8)

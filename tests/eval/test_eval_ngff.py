@@ -102,17 +102,6 @@ def test_coordinates_of_xarray_are_named(tmp_path: Path) -> None:
     assert open_volume(path).metadata.remarks == [f"{path}: results keep no coordinates (x)"]
 
 
-def test_masks_come_from_a_label_image_of_the_store(tmp_path: Path) -> None:
-    path = write_zarr(tmp_path, voxels((4, 24, 40)))
-    labels = np.zeros((4, 24, 40), np.uint8)
-    labels[:, 2:7, 3:9], labels[1, 10:12, 20:30] = 5, 9
-    zarr.open_group(path, mode="a").require_group("labels").create_array("holes", data=labels, chunks=(1, 24, 40))
-    stack = open_stack(path)
-    for word in ("labels/holes", f"{path}/labels/holes", f"{path}:/labels/holes"):
-        mask = make_mask(word, stack)
-        assert mask.name == "holes" and all(np.array_equal(mask.read(n), labels[n] != 0) for n in range(4))
-
-
 def test_what_json_cannot_hold_becomes_text(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path, voxels())
     with h5py.File(path, "a") as file:
@@ -137,6 +126,9 @@ def test_labels_are_kept_in_the_region_and_the_mask_that_was_made_is_one_of_them
     group.create_array("deep/organs", data=labels[None, None], chunks=(1, 1, 2, 24, 64))
     group.create_array("block", data=labels.astype("u1"), chunks=(4, 24, 64))
     group.create_array("half", data=labels[:, ::2], chunks=(2, 12, 64))
+    for word in ("labels/block", f"{path}/labels/block", f"{path}:/labels/block"):
+        mask = make_mask(word, open_stack(path))
+        assert mask.name == "block" and all(np.array_equal(mask.read(n), labels[n] != 0) for n in range(4))
     part = (slice(1, 4), slice(0, 20), slice(4, 300))
     volume = open_volume(path).cropped(Region((1, 0, 4), (4, 20, 300)))
     hole = marked((20, 296), np.s_[3:9, 5:100])

@@ -29,6 +29,10 @@ def test_moments_are_those_of_numpy_however_they_are_cut() -> None:
     alike = moments(np.repeat(images[:1], 5, axis=0))
     assert alike.mean_YX.tobytes() == images[0].astype(np.float64).tobytes() and not alike.squares_YX.any()
     assert Moments.of(images[0]).mean_YX.tobytes() == alike.mean_YX.tobytes()
+    none = Moments.none(found.mean_YX.shape)  # of no image
+    for merged in (none.merged(found), found.merged(none)):
+        assert merged.count == 7 and np.array_equal(merged.mean_YX, found.mean_YX)
+        assert np.array_equal(merged.squares_YX, found.squares_YX)
 
 
 @pytest.mark.parametrize("count", [2, 8])

@@ -46,7 +46,7 @@ CASES = [(kind, dtype) for dtype in DTYPES for kind, one in KINDS.items() if dty
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # statistics that mrcfile takes of any bits
-@pytest.mark.sample(100)
+@pytest.mark.sample(60)
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_a_volume_comes_back_in_its_own_format(tmp_path: Path, kind: str, dtype: str) -> None:
     """Of each shape: its bits, also as the format's own library reads them, its byte order, and its voxels' sides."""
