@@ -31,7 +31,6 @@ WHOLE = HALF + "joint_layers: 1\nparameters: 9\n"
 TEXTS = {
     "half.yaml": HALF,
     "wrong.yaml": HALF.replace("heads", "head"),
-    "other.json": json.dumps({"rows": [{"case": "6MB", "variant": "gloo", "median_s": 1.0}]}),
     "unet/config.json": json.dumps({"_class_name": "Nothing"}),
     "kl/config.json": json.dumps({"_class_name": "AutoencoderKL"}),
     "campaign/empty/bench.json": "{}",
@@ -137,9 +136,6 @@ CASES = [
     ("plan", "--model is missing: "),
     ("plan --memory", "--model is missing: "),
     ("plan --model flux.1 --stable 2", "--stable 2: give a part from 0 to 1"),
-    ("plan --calibrate gone.json", "--calibrate gone.json: No such file"),
-    ("plan --calibrate half.yaml", "--calibrate half.yaml is no bench.json"),
-    ("plan --calibrate other.json", "has no all-to-all of flat, flat_serial, tapa or split"),
     ("plan --memory --model qwen-imag", "unknown model 'qwen-imag', did you mean qwen-image?"),
     ("plan --memory --model gone.yaml", "gone.yaml does not exist; shipped models: cogvideox-paper, flux.1"),
     ("plan --memory --model half.yaml", "model file half.yaml: missing 2 required"),
