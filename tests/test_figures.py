@@ -106,11 +106,7 @@ ALL, SECOND, OTHER = {"a": "x"}, {"a": "x", "n": 2}, {"rows": {"a": "y"}}
         ({"rows": ALL}, {"over": OTHER}, None),  # two numbers over one
         ({"run": "one .", "take": "time.step_s"}, {}, 5.0),
         ({"run": "one"}, {}, None),  # no whole name
-        (
-            {"run": "(one) .", "rows": ALL},
-            {"over": {"run": "one (.)", "rows": OTHER["rows"]}},
-            3.0,
-        ),  # the least of each
+        ({"run": "(one) .", "rows": ALL}, {"over": {"run": "one (.)", "rows": OTHER["rows"]}}, 3.0),  # the least
         ({"rows": ALL, "take": "a"}, {}, None),  # a word
     ],
 )
