@@ -1,4 +1,4 @@
-"""What measured messages say of a machine's links, and the file of a machine."""
+"""The rates of a machine's links, from messages that were measured, and the machine's file."""
 
 from __future__ import annotations
 
