@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cocodiff_studies import figures
 from cocodiff_studies.figures import UNITS, Paper, filled, repeated, value_of
-from cocodiff_studies.papers import Planned, Run, figure_11, fit_figure_11
+from cocodiff_studies.papers import Fit, Planned, Run, figure_11, fit_figure_11, run_paper
 
+from cocodiff.cli import plan
 from cocodiff.cli.main import COMMANDS, main
 from cocodiff.config.config import load_machine, shipped_names
 from cocodiff.jobs.model_shapes import load_shape
-from cocodiff.planner.calibrate import Fit
+from cocodiff.jobs.options import parse, with_settings
 from cocodiff.planner.case import ModelShape
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "papers.md"
@@ -52,6 +55,40 @@ def test_the_page_has_the_rows_of_the_files() -> None:
     assert not re.search(r"\| - \|", page), "a row without a number"
 
 
+@cache
+def planned(*words: str) -> dict[str, Any]:
+    """The content of plan.json of a command, without a folder."""
+    values = parse("plan", "", with_settings(plan.OPTIONS, lambda one: one.given == "sweep"), words[1:])
+    found: dict[str, Any] = {}
+    if values["paper"]:
+        return run_paper(values)
+    plan.run_plan(values, found, None)
+    return found
+
+
+def rows_by_plan() -> Iterator[Any]:
+    """The rows of the page that plans make, with the commands of each. Those of many commands take long."""
+    for name in NAMES:
+        paper = Paper.load(name)
+        runs = [(key, run) for key, run in paper.commands.items() if run.made == "planned"]
+        made = {one: words for key, run in runs for one, words in run.named(key)}
+        for row in rows_of(paper):
+            needed = [row["of"]["run"], row.get("over", {}).get("run", row["of"]["run"])]
+            commands = {one: words for one, words in made.items() if any(re.fullmatch(run, one) for run in needed)}
+            if commands:
+                long = len(commands) > 6 or "--paper" in chain(*commands.values())
+                marks = [pytest.mark.full] if long else []
+                yield pytest.param(row, commands, id=f"{name} {row['figure']} {row['what']}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "commands"), [*rows_by_plan()])
+def test_what_a_plan_says_today_is_on_the_page(row: dict[str, Any], commands: dict[str, list[str]]) -> None:
+    """So that a page that is older than the planner is noticed."""
+    value = value_of({name: planned(*words) for name, words in commands.items()}, row)
+    cells = [row["figure"], row["what"], row.get("paper", ""), figures.shown(value, row.get("unit", ""))]
+    assert f"| {' | '.join(cells)} | planned," in PAGE.read_text()
+
+
 DOCUMENT = {
     "deals": [{"a": "x", "s": 9.0}],
     "rows": [{"a": "x", "n": 1, "s": 6.0}, {"a": "x", "n": 2, "s": 8.0}, {"a": "y", "n": 1, "s": 2.0}],
@@ -69,6 +106,7 @@ ALL, SECOND, OTHER = {"a": "x"}, {"a": "x", "n": 2}, {"rows": {"a": "y"}}
         ({"rows": ALL}, {"over": OTHER}, None),  # two numbers over one
         ({"run": "one .", "take": "time.step_s"}, {}, 5.0),
         ({"run": "one"}, {}, None),  # no whole name
+        ({"run": "(one) .", "rows": ALL}, {"over": {"run": "one (.)", "rows": OTHER["rows"]}}, 3.0),  # the least
         ({"rows": ALL, "take": "a"}, {}, None),  # a word
     ],
 )
@@ -181,7 +219,6 @@ def fit() -> Fit:
 
 
 def test_figure_11_is_fitted_with_constants_that_are_possible(fit):
-    assert fit.fitted == ("latency_us", "sibling", "plane")
     assert 0 < fit.constants.plane == fit.constants.nic < fit.constants.sibling < 1
     assert 50 < fit.constants.latency_us < 500
     page = " ".join(PAGE.read_text().split())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from cocodiff.cli import plan_report as report
 from cocodiff.comm.launch import Launch
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.files import irregular
 from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import load_shape
@@ -62,7 +59,6 @@ OPTIONS = (
     Option("memory", "the memory part alone", False, type=bool),
     Option("compare", "all presets side by side, with plan.png; with --images all partitions", False, type=bool),
     Option("explain", "the timeline of one layer on rank 0 and its plan of messages", False, type=bool),
-    Option("calibrate", "bench.json of bench alltoall: fits latencies and link efficiencies, writes machine.yaml"),
     Option("paper", "the CoCoDiff paper's cases, on a machine that is fitted to its figure 11", False, type=bool),
     Option("out", "folder that plan.json is written to; default: a plan is printed alone"),
     Option("overwrite", "replace the results of an earlier run", False, type=bool),
@@ -79,9 +75,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if not launch.speaks:
         return 0
     with output_of(values) as (folder, plan):
-        if values["calibrate"]:
-            run_calibration(values, plan, folder)
-        elif values["paper"]:
+        if values["paper"]:
             plan |= import_module("cocodiff_studies.papers").run_paper(values)
         else:
             run_plan(values, plan, folder)
@@ -107,7 +101,7 @@ def output_of(values: dict[str, Any]) -> Iterator[tuple[Path | None, dict[str, A
 
 def check(values: dict[str, Any]) -> None:
     """Raise UserError for options that are unfit or do not go together."""
-    if values["calibrate"] is None and not values["paper"] and not values["model"]:
+    if not values["paper"] and not values["model"]:
         raise UserError("--model is missing: sd3.5, flux.1, flux.2, qwen-image, wan2.2, a .yaml file or a folder")
     check_counts(values, "batch", "steps", "size", "frames", "height", "width", "nodes", "ranks", "branches", "images")
     for name in ("text_tokens", "negative_tokens"):
@@ -151,51 +145,6 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
         say(unknown)
     elif not values["memory"]:
         report.add_times(values, division, plan, folder)
-
-
-def run_calibration(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
-    """Fit the machine's links to a run of bench alltoall. Write the machine's file with them, or print it without a
-    folder."""
-    import yaml
-
-    from cocodiff.planner import calibrate
-    from cocodiff.planner.calibrate import NAMES, Constants
-
-    path, topology = Path(values["calibrate"]), topology_of(values)
-    rows = read_rows(path)
-    measured = calibrate.measured_of(rows, path)
-    scale = calibrate.scale_of(rows, topology)
-    machine = calibrate.slowed(topology.machine, scale)
-    names = [name for name in NAMES if name != "nic" or topology.nodes > 1]
-    start = Constants(machine.links.latency_us, machine.links.message_us)
-    fit = calibrate.fit(replace(topology, machine=machine), measured, start, names)
-    say("\n".join(calibrate.told(fit, scale)))
-    plan["calibration"] = calibrate.as_json(fit) | {"from": str(path), "scale": scale}
-    machines = {"machine.yaml": fit.constants.machine(machine)}
-    if scale != 1:  # also at the machine file's own rates, for comparison with bench step
-        machines["machine-unscaled.yaml"] = fit.constants.faster(scale).machine(topology.machine)
-    for name, one in machines.items():
-        text = yaml.safe_dump(calibrate.machine_file(one), sort_keys=False)
-        if folder is None:
-            say(f"{name}, to be used with --machine:\n{text}")
-        else:
-            (folder / name).write_text(text)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a bench.json. Raise UserError for any other file."""
-    try:
-        if kind := irregular(path):
-            raise UserError(f"--calibrate {path} is {kind}: give the bench.json that bench alltoall wrote")
-        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-        assert isinstance(rows, list) and all({"case", "variant", "median_s"} <= row.keys() for row in rows)
-    except OSError as error:
-        raise UserError(f"--calibrate {path}: {error.strerror}") from error
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
-        raise UserError(f"--calibrate {path} is no bench.json: give the one that bench alltoall wrote") from error
-    return rows
 
 
 def topology_of(values: dict[str, Any]) -> Topology:

@@ -9,6 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config, preset_names
 from cocodiff.config.errors import UserError
@@ -22,7 +24,7 @@ from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
 from cocodiff.planner.automatic import price_meshes
-from cocodiff.planner.beliefs import WORTH_SAYING, choices_of, ends_of, pays, turning_points
+from cocodiff.planner.beliefs import WORTH_SAYING, choices_of, ends_of, pays, turning_points, uncoded
 from cocodiff.planner.case import Case
 from cocodiff.planner.choice import Choice, Division
 from cocodiff.planner.costs import CallKind, costs_of
@@ -35,6 +37,7 @@ from cocodiff.topology.routes.plans import Phase, plan_of
 
 Document = dict[str, Any]  # a part of plan.json, from which the printed lines are made
 PEERS_SHOWN = 6  # messages of one phase that are printed
+COLOURS = ("#4e79a7", "#f28e2b", "#76b7b2", "#59a14f", "#edc948", "#e15759")
 GIGABYTES = [f"{link} GB" for link in LINK_CLASSES]
 FITS = {True: "yes", False: "no", None: "unknown"}
 ROWS = {  # rows of the table of memory, with the field of `RankMemory`
@@ -250,8 +253,7 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
         say(codec)
     say("\n".join(summary(step)))
     if config.selection == "full" and not config.exact_attention:
-        exact = replace(division, cases=[case.with_settings(codec="none", arrival="now")])
-        plan["without_codec"] = step_json(exact.steps[0])
+        plan["without_codec"] = step_json(uncoded(division))
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
         say(beside(step, plan["without_codec"], " and ".join(what)))
         say_all(limits_of_codec(division))
@@ -521,24 +523,21 @@ def plot_presets(rows: Sequence[Mapping[str, Any]], where: str, path: Path) -> N
     names = [row["preset"] for row in shown]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     times, sent = figure.subplots(1, 2)
-    compute, whole = ([row[key] * 1e3 for row in shown] for key in ("compute_s", "step_s"))
-    opened = [max(0.0, w - c) for w, c in zip(whole, compute, strict=True)]
-    times.bar(names, compute, color="#4e79a7", label="compute")
-    times.bar(names, opened, bottom=compute, color="#f28e2b", label="communication that nothing hides")
-    for x, (row, top) in enumerate(zip(shown, whole, strict=True)):
-        note = f"{row['over_flat']:.2f}x" + ("" if row["exact"] else "\nlossy")
-        times.text(x, top, note, ha="center", va="bottom", fontsize=8)
-    times.set(ylabel="ms a step", ylim=(0, max(whole) * 1.25), title="time (speed-up over flat)")
-    times.legend(fontsize=8)
-    below = [0.0] * len(shown)
-    colours = {"sibling": "#76b7b2", "plane": "#59a14f", "cross_plane": "#edc948", "node": "#e15759"}
-    for link, colour in colours.items():
-        count = [row["bytes_per_step"][link] / 1e9 for row in shown]
-        sent.bar(names, count, bottom=below, color=colour, label=link)
-        below = [a + b for a, b in zip(below, count, strict=True)]
-    sent.set(ylabel="GB a step, all ranks", title="payload by class of link", ylim=(0, max(below) * 1.25 or 1))
-    sent.legend(fontsize=8, ncols=2)
-    for axes in (times, sent):
+    compute, whole = (np.array([row[key] * 1e3 for row in shown]) for key in ("compute_s", "step_s"))
+    of_time = {"compute": compute, "communication that nothing hides": np.maximum(0, whole - compute)}
+    of_links = {link: np.array([row["bytes_per_step"][link] / 1e9 for row in shown]) for link in LINK_CLASSES}
+    for axes, parts, colours in ((times, of_time, COLOURS[:2]), (sent, of_links, COLOURS[2:])):
+        top = np.zeros(len(shown))
+        for (label, values), colour in zip(parts.items(), colours, strict=True):
+            axes.bar(names, values, bottom=top, color=colour, label=label)
+            top = top + values
+        axes.set_ylim(0, 1.25 * top.max() or 1)
+        axes.legend(fontsize=8, ncols=len(parts) // 2)
         axes.tick_params(axis="x", labelrotation=20)
+    for x, row in enumerate(shown):
+        note = f"{row['over_flat']:.2f}x" + ("" if row["exact"] else "\nlossy")
+        times.text(x, whole[x], note, ha="center", va="bottom", fontsize=8)
+    times.set(ylabel="ms a step", title="time (speed-up over flat)")
+    sent.set(ylabel="GB a step, all ranks", title="payload by class of link")
     figure.suptitle(where, fontsize=10)
     figure.savefig(path, dpi=110)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cocodiff.config.machine import Belief
-from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
 from cocodiff.planner.choice import Division
+from cocodiff.planner.layers import StepPlan
 
 WORTH_SAYING = 0.1  # an end that changes a step by a smaller share of it is not reported
 HALVINGS = 7  # of a range, to find the value at which a choice changes
@@ -52,9 +52,7 @@ def ends_of(division: Division) -> Iterator[End]:
 
 def choices_of(division: Division) -> str:
     """Return the mesh and the codec of the first ranks that share a sequence, in words."""
-    part, mesh = division.parts[0][0][0], division.mesh
-    work = AttentionWork(part.shape.heads, part.shape.head_dim)
-    codec = with_codec_chosen(part.config, part.topology, work)[0].codec
+    mesh, codec = division.mesh, division.parts[0][0][0].config.codec
     ring = f", ring {mesh.ring} of {mesh.kind}" if mesh.ring > 1 else ""
     return f"ulysses {mesh.ulysses}{ring}" + (f", codec {codec}" if codec != "none" else "")
 
@@ -75,8 +73,12 @@ def turning_points(division: Division, holds: Callable[[Division], bool]) -> Ite
         yield end, (near + far) / 2
 
 
+def uncoded(division: Division) -> StepPlan:
+    """Return a step without the codec and displacement."""
+    (case,) = division.cases
+    return replace(division, cases=[case.with_settings(codec="none", arrival="now")]).steps[0]
+
+
 def pays(division: Division) -> bool:
     """Return True if a step with the codec and displacement takes less time than without."""
-    (case,) = division.cases
-    exact = replace(division, cases=[case.with_settings(codec="none", arrival="now")])
-    return division.steps[0].step_s < exact.steps[0].step_s
+    return division.steps[0].step_s < uncoded(division).step_s

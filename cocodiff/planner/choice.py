@@ -9,11 +9,12 @@ each rank sends its branch's whole output to its partner in the other branch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import chain
+from itertools import chain, product
 from math import ceil
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,6 @@ def parts_of(case: Case, partition: Partition) -> list[list[Case]]:
 
 
 MARGIN = 4 * 2**30  # bytes of a tile that are left free, for the driver and errors of the estimates
-TO_FIT = ("weights", "split_layers", "predictor", "state_layers")  # settings that make a case fit a tile
 NEAR = 1.01  # settings that keep more are taken if they are slower by at most this factor
 
 
@@ -72,39 +72,31 @@ def with_weights_chosen(case: Case, partition: Partition) -> Case:
     """
     machine, config, blocks = case.topology.machine, case.config, len(block_parameters(case.shape))
     memory = (machine.device.memory or 0) - MARGIN
-    last = {"predictor": "last"} if config.codec != "none" else {}
-
+    last: dict[str, Any] = {"predictor": "last"} if config.codec != "none" else {}
     whole = case.with_settings(weights="whole")
     if memory <= 0 or not blocks:
         return whole
     divided = chain(*parts_of(whole, partition))  # their meshes do not depend on these settings
     parts = {part.alike: replace(part, known_mesh=part.mesh) for part in divided}.values()
 
-    def fits(one: Case) -> bool:
-        changed = {name: getattr(one.config, name) for name in TO_FIT}
-        return max(fullest(part.with_settings(**changed)).total for part in parts) <= memory
+    def fits(settings: dict[str, Any]) -> bool:
+        return max(fullest(part.with_settings(**settings)).total for part in parts) <= memory
 
-    if fits(whole):
+    if fits({"weights": "whole"}):
         return whole
-
-    def first(count: int, case_of: Callable[[int], Case]) -> list[Case]:
-        """Return a list with the first case that fits; empty if none does. Each needs less than the one before."""
-        found = bisect_left(range(count), True, key=lambda number: fits(case_of(number)))
-        return [case_of(found)] if found < count else []
-
-    fitting: list[Case] = []
-    for changes in ({}, last) if last and config.predictor != "last" else ({},):
-        for among in ("card", "node"):
-            of_blocks = [
-                case.with_settings(weights=among, split_layers=n, **changes) for n in (*range(1, blocks), None)
-            ]
-            fitting += first(blocks, of_blocks.__getitem__)
+    states = [{}, last] if last and config.predictor != "last" else [{}]
     layers = sum(coded_layers(case.shape, config.state_layers)) if codec_class(config).keeps_state else 1
-    for among in ("card", "node"):
-        fewer = [case.with_settings(weights=among, state_layers=n, **last) for n in range(layers - 1, 0, -1)]
-        fitting += first(len(fewer), fewer.__getitem__)
+    # Of each list every entry needs less than the one before.
+    lists = [[state | {"split_layers": count} for count in (*range(1, blocks), None)] for state in states]
+    if layers > 1:
+        lists.append([last | {"state_layers": count} for count in range(layers - 1, 0, -1)])
+    fitting: list[Case] = []
+    for settings, among in product(lists, ("card", "node")):
+        tried = [one | {"weights": among} for one in settings]
+        first = bisect_left(tried, True, key=fits)
+        fitting += [case.with_settings(**one) for one in tried[first : first + 1]]
     if not fitting:
-        return fewer[-1] if fewer else of_blocks[-1]
+        return case.with_settings(**tried[-1])
     if untimed(machine) or not config.exact_attention:
         return fitting[0]
     steps_s = [step.step_s for step in Division(partition, fitting).steps]

@@ -8,7 +8,6 @@ metrics.json of a run. The shipped ones are of the embedded model.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import yaml
 
 from cocodiff.config.config import Config, find_shipped, read_yaml
 from cocodiff.config.errors import UserError
+from cocodiff.config.files import read_json
 
 SHIPPED = "embedded"
 NONE = "none"
@@ -82,15 +82,11 @@ def read_decisions(paths: Sequence[str]) -> tuple[Decisions, ...]:
 
 def _read(path: Path) -> tuple[Decisions, ...]:
     """Return the runs in a file. Raise UserError if it cannot be read or holds something else."""
+    document = read_json(path) if path.suffix == ".json" else read_yaml(path)
     try:
         if path.suffix == ".json":
-            return _of_metrics(json.loads(path.read_text()))
-        runs = read_yaml(path)["runs"]
-        return tuple(_decisions(run, run["displaced"]) for run in runs)
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"--decisions {path} cannot be read: {error.strerror}") from error
+            return _of_metrics(document)
+        return tuple(_decisions(run, run["displaced"]) for run in document["runs"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"--decisions {path}: neither a file of decisions nor the metrics.json of a run with arrival adaptive "

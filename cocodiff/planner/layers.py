@@ -84,10 +84,8 @@ def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
     fraction."""
     if kind in known:
         return known[kind]
-    parts = sorted((one.stable, value) for one, value in known.items() if not one.whole)
-    upper = next(pair for pair in parts if pair[0] >= kind.stable)
-    lower = next(pair for pair in reversed(parts) if pair[0] <= kind.stable)
-    return lower[1] + (kind.stable - lower[0]) / (upper[0] - lower[0]) * (upper[1] - lower[1])
+    stable, values = zip(*sorted((one.stable, value) for one, value in known.items() if not one.whole), strict=True)
+    return float(np.interp(kind.stable, stable, values))
 
 
 def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:

@@ -6,7 +6,7 @@ It is given for a layer of a model, and for every operation of `kernels`, where 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,33 +139,25 @@ def coded_s(device: Device, x: Tensor, config: Config, width: int, sends: bool) 
 
     width: bytes on the wire of one token for one head.
     """
-    return sum(operation_s(device, op, [x], arguments) for op, arguments in passes(x, config, width, sends))
+    before, numbers = x if config.predictor != "last" else None, torch.empty(4, device="meta")
+    code = x.new_empty(*x.shape[:3], width, dtype=torch.uint8)
+    passes: dict[str, tuple[Any, ...]]
+    if config.codec == "lossless":
+        cut, number, known = Cut(1, (x.shape[1],)), numbers[:1], Known(x, x, before)
+        passes = {"stream_lengths": (code, cut, x, number), "decode_lossless": (code, number, number, None, known, cut)}
+        if sends:
+            passes = {"encode_lossless": (x, known, cut, code, number, number)}
+    else:
+        bits, states, linear = BITS[config.codec], Reconstructions(x, before), before is not None
+        passes = {"decode_residual": (code, states, 1.0 if linear else None, bits)}
+        if sends:
+            passes = {"encode_residual": (x, states, Prediction(1.0, linear), bits, code, numbers)}
+    return sum(operation_s(device, op, [x], arguments) for op, arguments in passes.items())
 
 
 def operation_s(device: Device, op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> float:
     """Return the seconds of an operation of `kernels` with its launches; see `cost_of`."""
     return seconds(device, 0.0, *cost_of(op, moved, arguments)) + LAUNCHES.get(op, 1) * device.launch_us * 1e-6
-
-
-def passes(x: Tensor, config: Config, width: int, sends: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the operations of `kernels`, with their arguments, that code (`sends`) or decode a tensor [B, L, H, D]."""
-    linear = config.predictor != "last"
-    code, numbers = x.new_empty(*x.shape[:3], width, dtype=torch.uint8), torch.empty(4, device="meta")
-    if config.codec == "lossless":
-        cut, number, both = Cut(1, (x.shape[1],)), numbers[:1], Known(x, x, x if linear else None)
-        if sends:
-            yield "encode_lossless", (x, both, cut, code, number, number)
-        else:
-            yield "stream_lengths", (code, cut, x, number)
-            yield "decode_lossless", (code, number, number, None, both, cut)
-        return
-    known, factor = Reconstructions(x, x if linear else None), 1.0 if linear else None
-    bits = BITS[config.codec]
-    assert bits is not None, "without a codec nothing is coded"
-    if sends:
-        yield "encode_residual", (x, known, Prediction(1.0, linear), bits, code, numbers)
-    else:
-        yield "decode_residual", (code, known, factor, bits)
 
 
 def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple[float, float]:

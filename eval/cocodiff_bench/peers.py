@@ -41,7 +41,7 @@ from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.replicas import topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import image_and_text, image_segment
-from cocodiff.planner.calibrate import Constants
+from cocodiff.planner.calibrate import slowed
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
 from cocodiff_bench.random_models import DTYPES, MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step
@@ -314,8 +314,8 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     segments = image_and_text(tokens, values["text"]) if joint else (image_segment(tokens),)
     if scale:
         mine = None if transport.rank else measured_device(topology.size, tokens, values["heads"] * HEAD_DIM)
-        slowed = Constants(sibling=1 / scale, plane=1 / scale, nic=1 / scale).machine(topology.machine)
-        topology = replace(topology, machine=replace(slowed, device=transport.broadcast_object(mine)))
+        slower = slowed(topology.machine, scale)
+        topology = replace(topology, machine=replace(slower, device=transport.broadcast_object(mine)))
     work = AttentionWork(values["heads"], HEAD_DIM, segments, itemsize=DTYPES[values["dtype"]].itemsize)
     found = {name: with_codec_chosen(config, topology, work) for name, config in configs.items()}
     where = f" (links {scale:g} times slower, arithmetic as measured on this host)" if scale else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import operator
 import os
 import re
@@ -228,16 +229,22 @@ def numbers_of(results: Mapping[str, Any], of: Mapping[str, Any]) -> list[float]
         results: documents by name of their command
         of: the place. `run`: a pattern of names; `rows`: values that select rows; `list`: the rows' name in the
             document (default "rows"); `take`: the number's dotted path in a row, or in the document if `rows` is absent
+            If the pattern has groups, the least number of the runs that have the same text in them is taken
     """
-    found = []
+    found, least = list[float](), dict[tuple[str, ...], float]()
     for name, document in results.items():
-        if not re.fullmatch(of["run"], name):
+        match = re.fullmatch(of["run"], name)
+        if not match:
             continue
         wanted: Mapping[str, Any] = of.get("rows", {})
         rows = (at(document, of.get("list", "rows")) or []) if wanted else [document]
         chosen = [row for row in rows if all(at(row, key) == value for key, value in wanted.items())]
-        found += [value for row in chosen if isinstance(value := at(row, of["take"]), int | float)]
-    return found
+        numbers = [value for row in chosen if isinstance(value := at(row, of["take"]), int | float)]
+        if not match.groups():
+            found += numbers
+        elif numbers:
+            least[match.groups()] = min([*numbers, least.get(match.groups(), math.inf)])
+    return found or [*least.values()]
 
 
 def at(document: Any, path: str) -> Any:

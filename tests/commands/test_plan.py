@@ -16,8 +16,6 @@ from worlds import topology_of
 
 from cocodiff.cli.doctor.command import needed
 from cocodiff.cli.main import main
-from cocodiff.config.config import load_machine
-from cocodiff.planner.calibrate import AllToAll, Constants, slowed
 from cocodiff.planner.decisions import read_decisions
 
 Plan = Callable[..., tuple[dict[str, Any], str]]
@@ -147,53 +145,3 @@ def test_displaced_calls_are_planned_as_a_run_decided(plan: Plan) -> None:
     (decided,) = read_decisions(["metrics.json"])
     assert read_decisions(["plan/decisions.yaml"]) == (decided,)
     assert decided.over(4)[1] == {"": 0.0, "qkvo": 1.0} and decided.over(4)[3] == {"qkvo": 1.0}
-
-
-def measured(rows: list[dict[str, Any]]) -> None:
-    Path("bench.json").write_text(json.dumps({"schema": 1, "rows": rows}))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("nodes", "rate"), [(1, "plane"), (2, "nic")])
-def test_calibration_finds_the_constants_that_made_the_measurements(plan: Plan, nodes: int, rate: str) -> None:
-    """Rows as bench alltoall writes them, made by a machine whose links reach some parts of their rates; on two nodes
-    nothing depends on the planes, which stay as they are."""
-    topology = topology_of("aurora", 12 * nodes)
-    truth = Constants(latency_us=300.0, message_us=40.0, sibling=0.5, plane=0.8, nic=0.6)
-    machine, rows = truth.machine(topology.machine), []
-    for size in (0.25, 6):
-        for name in ("flat", "tapa", "split"):
-            exchange = AllToAll(topology, name, size)
-            phases = ("phase1", "phase2") if name == "tapa" else ()
-            row = {f"{part}_s": exchange.seconds(machine, part) for part in phases}
-            rows.append(row | {"case": f"{size}MB", "variant": name, "median_s": exchange.seconds(machine)})
-        rows.append({"case": f"{size}MB", "variant": "gloo", "median_s": 1.0})
-    measured(rows)
-    told, _ = plan("--nodes", nodes, "--calibrate bench.json")
-    found = told["calibration"]
-    assert found["fitted"] == ["latency_us", "message_us", "sibling", rate] and found["rms"] < 0.01
-    for name in found["fitted"]:
-        assert found["constants"][name] == pytest.approx(getattr(truth, name), rel=0.05)
-    again = load_machine("plan/machine.yaml")
-    reached = {"plane": 11.5, "nic": 25.0} | {rate: {"plane": 11.5 * 0.8, "nic": 25 * 0.6}[rate]}
-    for name, gb_s in reached.items():
-        assert getattr(again.links, f"{name}_gb_s") == pytest.approx(gb_s, rel=0.05)
-    assert again.planes == topology.machine.planes
-
-
-@pytest.mark.full
-def test_calibration_says_what_it_cannot_know(plan: Plan) -> None:
-    """Messages so large that no latency shows, on links that are so many times slower: the file of the machine that the
-    emulated one stands for has the rates of `--machine` again."""
-    topology = topology_of("aurora", 12)
-    seconds = AllToAll(topology, "flat", 48).seconds(slowed(topology.machine, 1000.0))
-    measured([{"case": "48MB", "variant": name, "median_s": seconds} for name in ("flat", "bound")])
-    told, shown = plan("--calibrate bench.json")
-    found = told["calibration"]
-    assert found["fitted"] == ["plane"] and "sibling" in found["left"]
-    assert (found["constants"]["plane"], found["scale"]) == pytest.approx((1.0, 1000.0), rel=0.01)
-    assert "left: nothing measured depends on it" in shown
-    emulated, unscaled = (load_machine(f"plan/machine{end}.yaml").links for end in ("", "-unscaled"))
-    assert (emulated.plane_gb_s, unscaled.plane_gb_s) == pytest.approx((0.0115, 11.5), rel=0.01)
-    assert unscaled.latency_us == pytest.approx(emulated.latency_us / 1000, rel=0.01)
-    assert Constants(300, 40, 0.5, 0.8, 0.6).faster(10) == Constants(30, 4, 0.5, 0.8, 0.6)

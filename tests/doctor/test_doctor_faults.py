@@ -368,3 +368,17 @@ def test_the_machines_file_has_what_was_measured(tmp_path, tflop_s, peak, share)
     assert machine.links.plane_gb_s == 11.5
     assert {belief.name for belief in machine.beliefs} == {"message_us", "link_share", "forwarding_share"}
     assert ON_CPU(healthy_job()).machine() is None
+
+
+@pytest.mark.parametrize("share", [1.5, 0.4])
+def test_the_machines_file_has_the_share_of_rates_that_an_all_to_all_reached(share):
+    """Of the largest one, on a node of Aurora: two blocks on each Xe Link, and for each message the host's wait. Where
+    waits alone take as long, nothing is known of the links."""
+    nominal_s = 2 * 2**24 / 12 / 11.5e9
+    waits = [replace(one, returns_s=22e-6, complete_s=122e-6) for one in BLOCKED]
+    largest = Issue("all-to-all", 2**24, 22, 22e-6, 122e-6 + nominal_s / share)
+    for issues, found in ((waits, 1.0), ([*waits, largest], min(1.0, share))):
+        machine = job(issues=issues)(healthy_job()).machine()
+        assert machine.links.link_share == pytest.approx(found, rel=1e-3)
+        names = {belief.name for belief in machine.beliefs}
+        assert ("link_share" in names) == (issues == waits) and "latency_us" not in names

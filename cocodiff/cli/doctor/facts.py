@@ -30,6 +30,7 @@ from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
 from cocodiff.kernels.dispatch import path_of, sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
+from cocodiff.planner import calibrate
 
 # Packages that runs import. Optional ones are tried if they are installed. One that fails is absent for those after it,
 # as `hide_broken` makes it in a run.
@@ -215,7 +216,13 @@ class Facts:
             measured |= {"blocked_us": self.blocked_us, "latency_us": max(0.0, quick.complete_s * 1e6 - of_host)}
         for name, value in measured.items():
             machine = machine.with_value(name, value)
-        return machine
+        to_all = [one for one in self.issues if one.call == "all-to-all"]
+        if not to_all or "its links" in self.topology.machine.missing_rates:
+            return machine
+        largest = max(to_all, key=lambda one: one.bytes)
+        sent = calibrate.AllToAll(self.topology, "flat", largest.bytes / 1e6)
+        share = sent.link_share(machine, largest.complete_s)
+        return machine if share is None else machine.with_value("link_share", share)
 
     def hosts(self) -> dict[str, list[RankFacts]]:
         """Return the ranks of each host."""
