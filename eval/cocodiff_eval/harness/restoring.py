@@ -73,18 +73,18 @@ def count_tile_steps(tasks: Sequence[Task], values: Mapping[str, Any], native: i
         native: pixels of a tile's side.
     """
 
-    def of_slice(mask_YX: np.ndarray) -> int:
+    def of_slice(task: Task, mask_YX: np.ndarray) -> int:
         plan = plan_restoration(mask_YX, native, 1, values["strength"], 8 if native <= SMALL_MODEL else None)
-        return plan.tile_steps(values["steps"])
+        return plan.tile_steps(task.steps)
 
-    def of_axis(read: Reader, axis: str, indices: Sequence[int], slices: int) -> float:
+    def of_axis(task: Task, read: Reader, axis: str, indices: Sequence[int]) -> float:
         """Return the mean of some slices along an axis, which are read through those along z."""
         chosen = [indices[n] for n in np.unique(np.linspace(0, len(indices) - 1, COUNTED).astype(int))]
         if axis == "z":
-            return float(np.mean([of_slice(read(n)) for n in chosen]))
+            return float(np.mean([of_slice(task, read(n)) for n in chosen]))
         place = AXES.index(axis)
-        found = np.stack([np.take(read(n), chosen, place - 1) for n in range(slices)])
-        return float(np.mean([*map(of_slice, np.moveaxis(found, place, 0))]))
+        found = np.stack([np.take(read(n), chosen, place - 1) for n in range(len(task.stack))])
+        return float(np.mean([of_slice(task, mask_YX) for mask_YX in np.moveaxis(found, place, 0)]))
 
     total, samples = 0.0, values["samples"]
     for task in tasks:
@@ -98,7 +98,7 @@ def count_tile_steps(tasks: Sequence[Task], values: Mapping[str, Any], native: i
             runs = len(indices) * (drawn[axis] + tests)
             if volume is not None and volume.tested:
                 runs += volume.tested_slices(samples) * volume.sampled(samples)
-            total += runs * of_axis(read, axis, indices, len(task.stack))
+            total += runs * of_axis(task, read, axis, indices)
     return round(total)
 
 

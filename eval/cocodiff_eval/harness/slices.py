@@ -68,7 +68,7 @@ class SliceJob(Job):
         hidden = whole.broadcast_object(find_hidden(tasks, values) if whole.rank == 0 else None)
         self.way = self.volumes = Volumes(session, restorer, tasks, hidden)
         self.tests = count_tests(values)
-        if whole.rank == 0 and quality is None:
+        if whole.rank == 0 and quality is None and len(self.restorers) == 1:
             self.tile_steps = count_tile_steps(tasks, values, restorer.inpainter.native_size) * len(self.presets)
             say(told_steps(self.tile_steps, restorer.inpainter.steps))
         self._groups = {} if quality is None else groups_of_masks(quality, tasks, compared)
