@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -18,6 +19,7 @@ import tifffile
 import zarr
 from cocodiff_studies.figures import Paper
 from PIL import Image
+from scipy import ndimage
 
 from cocodiff.cli import main as cli
 from cocodiff.config.config import shipped_names
@@ -135,3 +137,41 @@ def test_it_runs(files: Path, words: Sequence[str], monkeypatch: pytest.MonkeyPa
     dry = ["--dry_run"] if words[0] == "inpaint" else []
     assert cli.run_command([*words, *dry]) == 0, capsys.readouterr().err
     assert sorted(files.rglob("*")) == before  # no plan writes without --out
+
+
+def spoilt_scan() -> dict[str, np.ndarray]:
+    """Make masks of what spoils a scan, by the names of the recipes' headings."""
+    random, shape = np.random.default_rng(0), (24, 80, 80)
+    z, y, x = np.indices(shape)
+    radius = np.hypot(y - 39.5, x - 39.5).astype(int)
+    ball = (z - 12) ** 2 + (y - 30) ** 2 + (x - 44) ** 2 < 25
+    zingers = (random.random(shape) < 2e-4) & ~ball
+    return {
+        "Metal": ball,
+        "Zingers": zingers,
+        "Rings": np.isin(radius, (14, 15, 27)),
+        "Lost slices": np.isin(z, (9, 10)),
+        "Gaps": np.isin(x, (33, 34, 35)),
+        "Dust": np.hypot(y - 20, x - 55) < 3,
+    }
+
+
+@pytest.mark.parametrize("heading", [*spoilt_scan(), "By hand"])
+def test_recipes_mask_what_they_are_for(heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each marks all of it, and of the rest no more than a rim."""
+    monkeypatch.chdir(tmp_path)
+    random, wrong = np.random.default_rng(1), spoilt_scan().get(heading, spoilt_scan()["Metal"])
+    scan = 20000 + 1000 * ndimage.gaussian_filter(random.normal(size=wrong.shape), 2) / 0.05
+    scan += random.normal(scale=300, size=wrong.shape)
+    scan[wrong] = {"Metal": 65000, "Lost slices": 0, "Gaps": 0, "Dust": 2000}.get(heading, 60000)
+    tifffile.imwrite("scan.tif", scan.clip(0, 65535).astype(np.uint16), photometric="minisblack")
+    beginning, *sections = (ROOT / "docs" / "masks.md").read_text().split("\n## ")
+    (section,) = [one for one in sections if one.splitlines()[0] == heading]
+    layers = {"Labels": SimpleNamespace(data=wrong.astype(int))}
+    known: dict[str, Any] = {"viewer": SimpleNamespace(layers=layers)}
+    for block in re.findall(r"^```python\n(.*?)^```", beginning + section, re.DOTALL | re.MULTILINE):
+        exec(block, known)
+    found = np.broadcast_to(tifffile.imread("holes.tif"), wrong.shape)
+    assert {*np.unique(found).tolist()} == {0, 255} and found[wrong].all()
+    away = ndimage.distance_transform_edt(~wrong) > 4
+    assert np.mean(found[away] > 0) < 0.002

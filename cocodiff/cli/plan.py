@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from cocodiff.jobs.terminal import quiet_libraries, say
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.family import Video
 from cocodiff.planner.case import Case, ModelShape
-from cocodiff.planner.choice import Division, choose, shared_weights, untimed, with_weights_chosen
+from cocodiff.planner.choice import MARGIN, Division, choose, shared_weights, untimed, with_weights_chosen
 from cocodiff.planner.decisions import read_decisions
+from cocodiff.planner.memory import mib
+from cocodiff.topology.axes import Partition
 
 SIDE = 1024  # pixels of an image's side by default
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
@@ -39,7 +42,7 @@ OPTIONS = (
     Option("machine", "machine of the run: aurora or a .yaml file", "aurora"),
     Option("nodes", "nodes of the run", 1, type=int),
     Option("ranks", "ranks of the run, on a machine of no fixed size", type=int),
-    Option("preset", "the run's preset", "cocodiff"),
+    Option("preset", "the run's preset; by default that of jobs", "tapa"),
     Option(
         "images",
         "images of a whole job: plans the partition of the ranks into replicas and guidance branches that makes them "
@@ -118,6 +121,8 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
     shape = load_shape(values["model"])
     video = video_of(values, shape)
     case, choice = case_of(values, shape, video), None
+    if line := replicas_line(case):
+        say(line)
     if values["images"] is not None:
         batches = -(-values["images"] // values["batch"])
         choice = choose([case], values["images"], batches, None, report.pinned_guidance(case.config))
@@ -145,6 +150,21 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
         say(unknown)
     elif not values["memory"]:
         report.add_times(values, division, plan, folder)
+
+
+def replicas_line(case: Case) -> str:
+    """Return a line that tells if each rank has memory for the whole run, so that replicas need no exchange. Return ""
+    if they have not, if there is one rank, and if the machine's memory is not known."""
+    ranks, config = case.topology.size, engine_record().preset("flat", guidance_parallel=1, weights="whole")
+    if ranks == 1 or not case.tile:
+        return ""
+    need = Division(Partition(ranks, 1), [replace(case, config=config)]).need.total
+    if need + MARGIN > case.tile:
+        return ""
+    return (
+        f"each rank has memory for the whole run ({mib(need)} of {mib(case.tile)} MiB): for {ranks} images or more, as "
+        f"slices of a scan, {ranks} replicas of one rank need no exchange at all (--images N plans a job)"
+    )
 
 
 def topology_of(values: dict[str, Any]) -> Topology:

@@ -16,7 +16,7 @@ from cocodiff.config.machine import Topology
 from cocodiff.demo_model import PROMPT_TOKENS
 from cocodiff.jobs.pipelines import Request, encoders_of, import_pipeline, model_file, own_weights, transformer_config
 from cocodiff.jobs.replicas import axes_of, topology_of
-from cocodiff.jobs.terminal import say
+from cocodiff.jobs.terminal import say, span
 from cocodiff.models import families
 from cocodiff.models.family import INPAINT, VAE_FACTOR
 from cocodiff.topology.axes import Partition, partitions_of
@@ -40,12 +40,14 @@ def partition_of(
     batch: int = 1,
     steps: int | None = None,
     compares: bool = True,
+    calls: int | None = None,
 ) -> Partition:
     """The partition of a job that makes `images` in each of `presets`; all ranks find the same.
 
     values: of options parallel, replicas, dry_run, dtype, machine, device; steps, height and width. batches: calls of
     the pipeline, by default one for each image. batch: images, or tiles of them, in one call. steps: of a call, instead
-    of the option's. compares: whether several presets are compared: on all ranks, unless replicas are given.
+    of the option's. compares: whether several presets are compared: on all ranks, unless replicas are given. calls: of
+    the pipeline, that the time in a dry run is of, instead of `batches`.
 
     Two ranks or more share an image where a preset selects or codes what it sends. A model of which no more than a plan
     is known has one replica unless more are given. Rank 0 says what was taken and why, in a dry run memory and time
@@ -78,7 +80,7 @@ def partition_of(
         about += "; presets are compared on all ranks" if compares else ""
         say(choice.line() + about)
         if values["dry_run"]:
-            say("\n".join(dry_lines(choice)))
+            say("\n".join(dry_lines(choice, calls)))
     choice.check_fits()
     return choice.taken.partition
 
@@ -243,8 +245,8 @@ def vae_factor(model: str) -> int:
     return int(2 ** len(levels))
 
 
-def dry_lines(choice: Choice) -> list[str]:
-    """Memory and predicted time of the partition that was taken."""
+def dry_lines(choice: Choice, calls: int | None = None) -> list[str]:
+    """Return lines about memory and predicted time of the partition that was taken. calls: as of `partition_of`."""
     from cocodiff.planner.memory import mib
 
     taken, machine, tile = choice.taken, choice.machine.name, choice.machine.device.memory
@@ -253,16 +255,9 @@ def dry_lines(choice: Choice) -> list[str]:
     unknown = f"; machine {machine} does not say how much memory a rank has"
     lines = [need + (unknown if tile is None else f" of {mib(tile)} MiB"), *filter(None, [choice.reason])]
     if not choice.reason:
-        times = (
-            f"{span(taken.image_s)} for each of {taken.batches} call(s) of the pipeline, {span(taken.job_s)} for all"
-        )
+        count, job_s = taken.batches, taken.job_s
+        if calls is not None:
+            count, job_s = calls, taken.image_s * -(-calls // taken.partition.replicas)
+        times = f"{span(taken.image_s)} for each of {count} call(s) of the pipeline, {span(job_s)} for all"
         lines.append(f"predicted, denoising alone: {times}, {taken.images_per_hour:.0f} images an hour")
     return [*lines, "dry run: nothing was started or written"]
-
-
-def span(seconds: float) -> str:
-    """As "53.7 s", "14.2 min" or "3.1 h"."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"

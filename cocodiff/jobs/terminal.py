@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
+FEW_S = 5.0  # what the first calls of a model take by which a job's time is estimated
 JOB_BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # the others follow the first, if not set
 
@@ -95,6 +96,14 @@ def progress_bar(description: str, total: int, shown: bool) -> Any:
     return _bar(total=total, desc=description, unit="step", disable=not shown)
 
 
+def span(seconds: float) -> str:
+    """Return a time in words, as "53.7 s", "14.2 min" or "3.1 h"."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
 class JobBar:
     """The progress of a whole job on stderr: what all replicas have done, how much an hour, the time left.
 
@@ -106,7 +115,8 @@ class JobBar:
         """total: how many slices, prompts or runs (`unit`) the job has; done: how many are finished by now, all
         replicas together; shown: whether anybody watches."""
         self.total, self._unit, self._done, self.shown = total, unit, done, shown
-        self._items = self._steps = self._of = 0
+        self._items = self._steps = self._of = self._expected = 0
+        self._seen: list[tuple[float, int]] = []  # when steps ended, and how many
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._redraw, name="progress", daemon=True)
 
@@ -129,8 +139,24 @@ class JobBar:
         """This rank begins so many items, which take so many steps together."""
         self._items, self._of, self._steps = items, steps, 0
 
+    def expect_steps(self, steps: int) -> None:
+        """Take note that this rank has about so many steps before it, and say after the first few how long they take.
+
+        A line is said once, where somebody watches.
+        """
+        self._expected = steps if self.shown else 0
+
     def advance(self, steps: int) -> None:
         self._steps += steps
+        if not self._expected:
+            return
+        self._seen.append((time.monotonic(), steps))
+        passed = self._seen[-1][0] - self._seen[0][0]
+        done = sum(count for _, count in self._seen[1:])
+        if passed > FEW_S:
+            left = self._expected - done - self._seen[0][1]
+            self._expected = 0
+            self.say(f"about {span(passed / done * max(left, 0))} to go, as the first calls of the model show")
 
     def say(self, text: str) -> None:
         """A line on stdout that leaves the bar whole."""

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -288,3 +289,18 @@ def test_the_bar_of_a_job_counts_a_batch_as_far_as_it_has_come(
         bar.begin(2, 10)
         bar.advance(steps)
     assert re.findall(r"\d+%", capsys.readouterr().err)[-1] == percent
+
+
+def test_the_first_calls_of_a_model_tell_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 100 steps ten are done in ten seconds, after ten whose time is not known."""
+    now = [0.0]
+    monkeypatch.setattr("cocodiff.jobs.terminal.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with JobBar(4, "slices", lambda: 0, True) as bar:
+        bar.expect_steps(100)
+        for _ in range(12):
+            bar.advance(10)
+            now[0] += 10
+    (told,) = capsys.readouterr().out.splitlines()
+    assert "1.33 min" in told or "80 s" in told

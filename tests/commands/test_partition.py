@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,39 @@ def test_a_dry_run_of_slices(words, said, tmp_path, monkeypatch, capsys):
     tifffile.imwrite("hole.tif", np.eye(40, dtype=np.uint8)[:, 17, None, None] * np.eye(96, dtype=np.uint8))
     assert main(["inpaint", *words, "--ranks", "12", "--out", "out", "--dry_run"]) == 0
     assert said in capsys.readouterr().out and not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "tiles"),
+    [
+        ("--samples 2 --no_hidden_test --axes z", 2 * 4),
+        ("--samples 4 --no_hidden_test --axes z y", 2 * 4 + 2 * 10),
+        ("--samples 2 --axes z --slices 0:12", 3 * 4),  # one more learns the intervals
+        ("--samples 2 --hidden_test --axes y", 2 * 10 + 2 * 10),  # the test restores as many as the job
+        ("--samples 5 --no_hidden_test --axes z --ranks 12 --machine aurora", 5 * 4),
+    ],
+)
+def test_a_dry_run_says_how_much_the_model_has_to_do_and_how_long_it_takes(
+    words: str, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a call that is timed here, or by the plan where the machine's rates are known. A job says it at its start."""
+    monkeypatch.chdir(tmp_path)
+    mask = np.zeros((20, 40, 48), np.uint8)
+    mask[3:7, 10:20, 8:24] = 1
+    scan = np.random.default_rng(0).integers(0, 999, mask.shape, np.uint16)
+    for name, voxels in (("scan", scan), ("hole", mask)):
+        tifffile.imwrite(f"{name}.tif", voxels, photometric="minisblack")
+    fixed = ["inpaint", "--input", "scan.tif", "--mask", "hole.tif", "--steps", "2", "--quiet", "--no_exact"]
+    assert main([*fixed, *words.split(), "--dry_run"]) == 0
+    told = capsys.readouterr().out
+    (said,) = [line for line in told.splitlines() if "tiles for the model" in line]
+    assert [int(number) for number in re.findall(r"\d+", said)] == [tiles, 2]
+    planned = "for each of 2 call(s) of the pipeline" in told  # of 16 tiles at most
+    assert planned == ("aurora" in words) and ("for all" in told) and not Path("restored").exists()
+    if not planned:
+        (seconds, whole) = re.findall(r"([\d.]+) s", told.splitlines()[-1])
+        assert float(whole) == pytest.approx(float(seconds) * tiles / 8, rel=0.02)
+        assert main([*fixed, *words.split()]) == 0 and said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

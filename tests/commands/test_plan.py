@@ -72,6 +72,16 @@ def test_what_a_plan_says(words: str, plan: Plan, snapshot: Callable[[str], None
         assert told["time"]["step_s"] == next(r for r in told["compare"] if r["preset"] == "tapa")["step_s"]
 
 
+def test_a_plan_says_first_where_replicas_need_no_exchange(plan: Plan) -> None:
+    """On a machine whose ranks have memory for the whole run, and 4 GiB free."""
+    words = "--memory --model toy.yaml --machine sized.yaml --size 512"
+    for memory_gib, told in ((8, True), (4, False)):
+        Path("sized.yaml").write_text(CARD.replace("device: {", f"device: {{memory_gib: {memory_gib}, "))
+        _, shown = plan(words)
+        assert ("2 replicas of one rank" in shown.splitlines()[0]) == told
+    assert "replicas of one rank" not in plan(words.replace("sized", "card"))[1]  # nothing is known of its memory
+
+
 def test_doctor_needs_what_a_plan_says(plan: Plan) -> None:
     """In a size and a batch that are not the default ones, of a model with two rows for an image."""
     told, _ = plan("--memory --model sd3.5 --size 512 --batch 3 --preset flat --guidance_parallel 1 --dtype bf16")

@@ -1,5 +1,6 @@
 """Volumes in slices along other axes, hidden regions, weights, calibrated intervals, and methods without a model."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,13 +8,14 @@ import numpy as np
 import pytest
 from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, Reoriented, Restored, reoriented_shape, turn
-from cocodiff_eval.harness.volume import HiddenRegionReport, HiddenRound, Volume, judge_test
+from cocodiff_eval.harness.volume import Evidence, HiddenRegionReport, HiddenRound, Volume, judge_test
 from cocodiff_eval.quality.fusing import (
     Intervals,
     Lead,
     fuse,
     learn_weights,
     mean_or_member,
+    near_best,
     products_in_blocks,
     quantile,
     samples_along,
@@ -141,6 +143,65 @@ def test_what_is_written_errs_no_more_than_its_best_member(seed: int, blocks: in
         assert blocks > 1 and all(
             np.ptp(each_AP[:, block_P == block], axis=1).max() == 0 for block in np.unique(block_P)
         )
+
+
+def test_a_member_that_errs_more_has_a_weight_where_none_is_dropped() -> None:
+    """Two whose errors have nothing in common: the mean errs least with weights of 4 : 1."""
+    errors_AP, block_P = np.random.default_rng(0).normal(size=(2, 4000)) * [[1.0], [2.0]], np.arange(4000) // 40
+    for drops, weight in ((True, 0.0), (False, 0.2)):
+        weights_A, _ = mean_or_member(errors_AP, block_P, drops=drops)
+        assert weights_A[1] == pytest.approx(weight, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("size", "clear", "share"), [(1.9, None, 0.217), (1.9, 99.0, 0), (2.1, None, 0), (1.0, 99.0, 0.5)]
+)
+def test_a_model_has_a_part_where_it_gains_clearly_or_is_near_the_best(
+    size: float, clear: float | None, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its errors have nothing in common with those of the others, and are 1.9 times as large: with weights of 3.6 : 1
+    the mean gains 1 dB. If it is more than 6 dB behind it is left out."""
+    if clear is not None:
+        monkeypatch.setattr("cocodiff_eval.harness.volume.CLEAR", clear)
+    simple_P, of_model_P = np.random.default_rng(0).normal(size=(2, 8000)) * [[1.0], [size]]
+    blocks_P = np.arange(8000) // 80
+    found = Evidence(np.zeros(8000), np.ones(8000), blocks_P, blocks_P, {}, {})
+    taken, error_P = found.with_model(simple_P, of_model_P)
+    assert taken == pytest.approx(share, abs=0.02)
+    if not share:
+        np.testing.assert_array_equal(error_P, simple_P)
+
+
+@pytest.mark.parametrize(("errors", "near"), [(0.5, False), (1.0, True)])
+def test_members_are_near_the_best_within_some_standard_errors(errors: float, near: bool) -> None:
+    """The second errs more by .7 standard errors of the difference over blocks."""
+    apart_B = np.random.default_rng(0).normal(size=40)
+    apart_B = 9 + (apart_B - apart_B.mean()) / apart_B.std(ddof=1) + 0.7 / np.sqrt(40)
+    errors_AP = np.sqrt(np.stack([np.full(40, 9.0), apart_B]))
+    found_A = near_best(*products_in_blocks(errors_AP, np.arange(40)), errors)
+    assert found_A.tolist() == [True, near]
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize(
+    ("worse", "shares"), [(1.0, (1 / 3, 1 / 3, 1 / 3)), (2.0, (4 / 9, 4 / 9, 1 / 9)), (9.0, (0.5, 0.5))]
+)
+def test_axes_have_weights_by_their_errors(worse: float, shares: tuple[float, ...], chosen: bool) -> None:
+    """Those of one that errs more are smaller, of one that errs far more none; given axes have equal ones."""
+    random, count = np.random.default_rng(0), 8000
+    sizes = dict(zip(AXES, (0.1, 0.1, 0.1 * worse), strict=True))
+    own = {axis: random.normal(size=(1, count)) * size for axis, size in sizes.items()}
+    blocks_P = np.arange(count) // 80
+    found = Evidence(np.zeros(count), np.ones(count), blocks_P, blocks_P, own, {})
+    volume = replace(volume_of_mask(MASKS["holes"]), chosen=chosen)
+    weights, error_P = found.of_model(volume, 6)
+    expected = shares if chosen else (1 / 3,) * 3
+    assert [*weights] == [*AXES[: len(expected)]] and sum(weights.values()) == pytest.approx(1)
+    assert [*weights.values()] == pytest.approx(expected, abs=0.03)
+    mean_P = sum(weight * own[axis][0] for axis, weight in weights.items())
+    assert np.square(error_P).mean() == pytest.approx(np.square(mean_P).mean(), rel=0.02)
+    if chosen:  # one sample goes along one axis
+        assert len(found.of_model(volume, 1)[0]) == 1
 
 
 @pytest.mark.parametrize("informative", [True, False])
@@ -468,7 +529,7 @@ def try_members(seed: int) -> tuple[Volume, list[HiddenRound]]:
     scale, stack = SimpleNamespace(normalise=np.asarray), SimpleNamespace(read=volume.__getitem__)
     size, common = random.choice([0.02, 0.1, 0.2]), random.choice([0.3, 0.9])
     for hidden in found.regions(volume.__getitem__, 6, seed):
-        one = HiddenRound(hidden, found, SimpleNamespace(scale=scale, stack=stack), 6)
+        one = HiddenRound(hidden, found.judged(hidden), found, SimpleNamespace(scale=scale, stack=stack), 6)
         unknown_ZYX = mask_ZYX | np.stack([hidden.mask("z", n, mask_ZYX.__getitem__) for n in range(SHAPE[0])])
         pair, count = (np.where(unknown_ZYX, 0, volume), unknown_ZYX), len(one.points_P3)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect
+from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
 from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, check_strength, parse, with_settings
-from cocodiff.jobs.partition import own_pixels
-from cocodiff.jobs.pipelines import EMBEDDED, Request, usual_steps
-from cocodiff.jobs.ranks import settle
+from cocodiff.jobs.partition import is_planned, own_pixels
+from cocodiff.jobs.pipelines import EMBEDDED, Request, check_model, usual_steps
+from cocodiff.jobs.ranks import run_ranks, settle
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.data import SAME, WRITTEN
@@ -110,6 +112,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     for task in tasks:
         check_truth(prepared.quality, task)
     prepared = partitioned(prepared, tasks)
+    if values["dry_run"] and launch.kind == "alone" and prepared.quality is None:
+        say_time_here(prepared, launch, tasks)
     return start_job(prepared, launch, "slices", "cocodiff_eval.harness.slices:SliceJob", [tasks], read_alike(tasks))
 
 
@@ -159,10 +163,33 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     return prepared
 
 
+def say_time_here(prepared: Prepared, launch: Launch, tasks: list[Any]) -> None:
+    """Say how long the job takes by a call of the model that is timed here, unless the plan says it.
+
+    Without weights nothing can be timed, and nothing is said.
+    """
+    from cocodiff_eval.harness.restoring import count_tile_steps, say_time, told_steps
+
+    values, request = prepared.values, prepared.request
+    tile_steps = count_tile_steps(tasks, values, values["tile"] or own_pixels(request))
+    say(told_steps(tile_steps, values["steps"]))
+    if not load_machine(values["machine"]).missing_rates and is_planned(request):
+        return
+    with suppress(UserError):
+        check_model(request, 1)
+        run_ranks(1, launch, next(iter(prepared.presets.values())), {}, partial(say_time, prepared, tile_steps))
+
+
 def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
     """Return the job with its ranks divided into replicas and guidance branches. Raise UserError if they cannot be."""
     from cocodiff_eval.harness.items import count_batches
-    from cocodiff_eval.harness.restoring import SMALL_MODEL, frames_of, slices_together, tiles_in_a_call
+    from cocodiff_eval.harness.restoring import (
+        SMALL_MODEL,
+        count_tile_steps,
+        frames_of,
+        slices_together,
+        tiles_in_a_call,
+    )
     from cocodiff_eval.harness.tasks import describe_inputs
 
     values, request = prepared.values, prepared.request
@@ -171,12 +198,14 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
     together = [slices_together(task.stack.shape[1:], native, tiles, frames) for task in tasks]
     pairs = zip(tasks, together, strict=True)
     counts = [count_batches(sum(task.mask.masked), slices, samples, frames > 1) for task, slices in pairs]
-    groups = max(calls for _, calls in counts)
+    groups, batch = max(calls for _, calls in counts), tiles if native <= SMALL_MODEL else 1
+    steps = count_tile_steps(tasks, values, native) if values["dry_run"] else None
     prepared = prepared.partitioned(
         images=samples * sum(sum(task.mask.masked) for task in tasks),
         batches=sum(batches for batches, _ in counts),
-        batch=tiles if native <= SMALL_MODEL else 1,
+        batch=batch,
         steps=values["steps"] * groups,
+        calls=None if steps is None else -(-steps // (batch * values["steps"] * groups)),
     )
     return replace(prepared, inputs=partial(describe_inputs, tasks, values))
 

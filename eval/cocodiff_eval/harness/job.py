@@ -119,6 +119,7 @@ class Job(ABC):
     unit: str
     batches: Sequence[Batch]
     way: Presets | None = None
+    tile_steps: int = 0  # about how many denoising steps its tiles take in all; 0 where that is not known
 
     def settings(self) -> dict[str, Any]:
         """What the results depend on and a loaded model alone tells, as plain data."""
@@ -196,6 +197,7 @@ def run_batches(
     queue = Queue(replica, record, len(batches))
     with queue.bar, torch.no_grad():
         job.watched(queue.bar.advance)
+        queue.bar.expect_steps(job.tile_steps // replica.count)
         way.run(queue, len(batches))
         job.begin(first)
         queue.run({number: partial(make_batch, job, queue, way, number) for number in range(len(batches))})

@@ -31,7 +31,7 @@ from cocodiff_eval.harness.judging import (
     slices_of_report,
 )
 from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Group, Quality, Slices
-from cocodiff_eval.harness.restoring import TOGETHER, Restorer
+from cocodiff_eval.harness.restoring import TOGETHER, Restorer, count_tests, count_tile_steps, told_steps
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
     BESIDE,
@@ -52,7 +52,6 @@ from cocodiff_eval.report.pictures import plan_pictures, shown_slices
 
 ERRORS = ".errors"  # the name of the errors at hidden voxels, in the first preset, beside a slice's results
 PICTURE = ".picture"  # the name of what the report shows of a slice, beside its results
-TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
 TILES = 1.25  # times as many has such a sample at most, but one more in any case
 
 
@@ -72,9 +71,10 @@ class SliceJob(Job):
         whole = session.replica.whole
         hidden = whole.broadcast_object(find_hidden(tasks, values) if whole.rank == 0 else None)
         self.way = self.volumes = Volumes(session, restorer, tasks, hidden)
-        # Of several samples of a slice alone, unless it is asked for a test of its own, or for none.
-        calibrates = self.samples > 1 and quality is None and values["hidden_test"] is None
-        self.tests = min(MOST_TESTS, max(1, self.samples // TESTED)) if calibrates else 0
+        self.tests = count_tests(values)
+        if whole.rank == 0 and quality is None and len(self.restorers) == 1:
+            self.tile_steps = count_tile_steps(tasks, values, restorer.inpainter.native_size) * len(self.presets)
+            say(told_steps(self.tile_steps, restorer.inpainter.steps))
         self._groups = {} if quality is None else groups_of_masks(quality, tasks, compared)
         self.batches: list[Batch] = []
         for number, task in enumerate(tasks):

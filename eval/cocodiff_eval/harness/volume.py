@@ -17,7 +17,7 @@ from cocodiff_eval.data.masks import Mask, depth
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, reoriented_shape
 from cocodiff_eval.data.slices import SMALLEST_SIDE
 from cocodiff_eval.data.volume import Reader, Stack, format_shape
-from cocodiff_eval.quality.fusing import Intervals, Lead, mean_or_member, spread_about
+from cocodiff_eval.quality.fusing import Intervals, Lead, mean_or_member, near_best, products_in_blocks, spread_about
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
 from cocodiff_eval.restore.baseline import HARMONIC, METHODS, SMALL
@@ -35,8 +35,10 @@ JUDGED = 2**15  # voxels in a round
 BLOCK, BLOCKS = 24, 16  # voxels of a side, that are one observation; and the blocks that are judged of a large volume
 TINY = 1e-12  # a mean squared error that is none
 SEEN = 0.5  # of the hidden voxels that a method has to restore at least, for its figure to be told
+FAR = 4.0  # times the squared error of methods without a model, beyond which the model is left out as one of these is
+CLEAR = 0.5  # standard errors that a mean with the model gains at least, unless the model is near the best by itself
 LEAST_WEIGHT = 0.05  # of the model or of what is no model, below which it is not worth its time
-HOPELESS_DB = 3.0  # behind the best without a model: more samples of the test would not make up for that
+HOPELESS_DB = 0.5  # behind the best without a model after one sample: what further samples of the test may make up for
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,16 @@ class Volume:
 
         The test restores no more slices than the job. read: a slice along z.
         """
+        survey = Survey.of(read, self.read_mask, self.statistics.shape)
+        return hide(survey, self.tested_slices(samples), seed, self.axes)
+
+    def tested_slices(self, samples: int) -> int:
+        """Return how many slices along each axis the test restores at most, in each of its samples."""
         slices = len(self.statistics.restorable("z")) or self.statistics.shape[0]
         usual = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
         of_job = samples * sum(len(self.statistics.restorable(axis)) for axis in self.axes) // len(self.axes)
         most = max(1, of_job // (self.sampled(samples) * len(self.axes)))
-        survey = Survey.of(read, self.read_mask, self.statistics.shape)
-        return hide(survey, min(MOST, max(LEAST, usual), most), seed, self.axes)
+        return min(MOST, max(LEAST, usual), most)
 
     def judged(self, hidden: Hidden) -> np.ndarray:
         """Return the hidden voxels that a round is judged by, [P, 3]: all, or of a large volume some.
@@ -263,9 +269,9 @@ class HiddenRound:
         results of methods without a model, [P]; NaN if they restored nothing
     """
 
-    def __init__(self, hidden: Hidden, volume: Volume, task: Any, samples: int) -> None:
-        """samples: of the job."""
-        self.hidden, self.points_P3 = hidden, volume.judged(hidden)
+    def __init__(self, hidden: Hidden, points_P3: np.ndarray, volume: Volume, task: Any, samples: int) -> None:
+        """points_P3: as `Volume.judged` gives them; samples: of the job."""
+        self.hidden, self.points_P3 = hidden, points_P3
         count, slices, (z_P, y_P, x_P) = len(self.points_P3), volume.statistics.shape[0], self.points_P3.T
         self.own = {axis: np.full((volume.sampled(samples), count), np.nan) for axis in volume.axes}
         self.others = {name: np.full(count, np.nan) for name in METHODS}
@@ -346,20 +352,28 @@ class Evidence:
         weights = {name: weight for name, weight in zip(self.others, weights_A.tolist(), strict=True) if weight}
         return weights, (each_AP * errors_AP).sum(axis=0)
 
-    def with_model(self, simple_P: np.ndarray, axes: Sequence[str]) -> tuple[float, np.ndarray]:
+    def with_model(self, simple_P: np.ndarray, of_model_P: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the model's share in the mean of it and of methods without a model, and the errors of that, in each
         block with weights that the others give, [P]; NaN where the model was to restore nothing, unless it has none.
 
-        simple_P: the errors of the mean of methods without a model.
+        Where the model is far behind, or the mean gains too little to be clear, a member that is not near the best one
+        is left out.
+
+        simple_P: the errors of the mean of methods without a model; of_model_P: those of the model's mean.
         """
-        of_model_P = self.errors(axes)
         at_P = np.isfinite(of_model_P)
         both_2P = np.stack([simple_P, of_model_P])
-        (_, share), shares_2P = mean_or_member(both_2P[:, at_P], self.block_P[at_P])
+        simple, of_model = np.square(both_2P[:, at_P]).sum(axis=1)
+        _, block_P = np.unique(self.block_P[at_P], return_inverse=True)
+        for drops in (of_model > FAR * simple, True):
+            (_, share), shares_2P = mean_or_member(both_2P[:, at_P], block_P, drops)
+            mean_P = (shares_2P * both_2P[:, at_P]).sum(axis=0)
+            if not near_best(*products_in_blocks(np.stack([simple_P[at_P], mean_P]), block_P), CLEAR)[0]:
+                break
         if share < LEAST_WEIGHT or share > 1 - LEAST_WEIGHT:
             return round(share), both_2P[round(share)]
         error_P = np.full(at_P.shape, np.nan)
-        error_P[at_P] = (shares_2P * both_2P[:, at_P]).sum(axis=0)
+        error_P[at_P] = mean_P
         return float(share), error_P
 
     def figures(self, errors: Mapping[str, np.ndarray], simple_P: np.ndarray) -> dict[str, float]:
@@ -382,6 +396,32 @@ class Evidence:
         worth = [float(np.square(one_P).mean()) if len(one_P) == most else math.inf for one_P in known if most]
         return allowed[int(np.argmin(worth))] if worth else ()
 
+    def of_model(self, volume: Volume, samples: int) -> tuple[dict[str, float], np.ndarray]:
+        """Return the weights of axes in the model's mean, and its errors [P], in each block with weights that the
+        others give; NaN where it has restored nothing. There are no weights where that is everywhere.
+
+        Axes that are given have equal weights. So have those of the best set, if no voxel is restored along all axes.
+
+        Args:
+            volume: the volume.
+            samples: number of the job's samples, of which each axis takes one at least.
+        """
+        counts = range(1, samples + 1)
+        sets = [axes for count in counts for axes in combinations(self.own, count) if volume.restores(axes)]
+        if not volume.chosen:
+            sets = [volume.axes] if len(self.own) == len(volume.axes) else []
+        axes = self.choose_axes(sets)
+        errors_AP = np.array([self.errors([axis]) for axis in self.own])
+        at_P = np.isfinite(errors_AP).all(axis=0)
+        if axes and volume.chosen and at_P.any():
+            weights_A, each_AP = mean_or_member(errors_AP[:, at_P], self.block_P[at_P], drops=False)
+            shares = {axis: one for axis, one in zip(self.own, weights_A.tolist(), strict=True) if one >= LEAST_WEIGHT}
+            if tuple(shares) in sets:
+                error_P = np.full(at_P.shape, np.nan)
+                error_P[at_P] = (each_AP * errors_AP[:, at_P]).sum(axis=0)
+                return {axis: one / sum(shares.values()) for axis, one in shares.items()}, error_P
+        return dict.fromkeys(axes, 1 / max(1, len(axes))), self.errors(axes) if axes else np.full(at_P.shape, np.nan)
+
 
 def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> HiddenRegionReport:
     """Return what is written of a volume, with figures of all methods and the intervals.
@@ -391,18 +431,17 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
     """
     found = Evidence.of(rounds, volume)
     kind = "volume" if volume.statistics.shape[0] > 1 else "slice"
-    sets = [axes for count in range(1, samples + 1) for axes in combinations(found.own, count) if volume.restores(axes)]
-    axes = found.choose_axes(sets if volume.chosen else [volume.axes] if len(found.own) == len(volume.axes) else [])
+    axes, of_model_P = found.of_model(volume, samples)
     if not axes:
         return HiddenRegionReport(dict.fromkeys(volume.axes, 1 / len(volume.axes)), of=kind)
     weights, simple_P = found.without_model()
-    share, error_P = found.with_model(simple_P, axes)
+    share, error_P = found.with_model(simple_P, of_model_P)
     weights = {name: (1 - share) * weight for name, weight in weights.items() if share < 1}
     if not share and all(0 in METHODS[name].reach for name in weights):
         weights[HARMONIC] = 0.0  # restores what the others do not
-    weights = dict.fromkeys(axes if share else (), share / len(axes)) | weights
+    weights = {axis: share * weight for axis, weight in axes.items() if share} | weights
     at_P = np.isfinite(error_P)
-    values = [values_SP[:, at_P] for axis, values_SP in found.own.items() if share and axis in axes]
+    values = [found.own[axis][:, at_P] for axis in axes if share]
     shares = [np.full(values_SP.shape, 1 / len(values_SP)) for values_SP in values]
     if not share:
         values, shares = [np.stack([*found.others.values()]) + found.truth_P], []
@@ -412,7 +451,7 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
     spread_P = spread_about(mean_P, np.concatenate(values), shares_SP / shares_SP.sum(axis=0))
     intervals = Intervals.calibrated(error_P[at_P], spread_P, found.deep_P[at_P])
     alone = {along(axis): found.errors([axis]) for axis in found.own if len(found.own) > 1}
-    figures = found.figures({**found.others, OWN: error_P, ALONE: found.errors(axes), **alone}, simple_P)
+    figures = found.figures({**found.others, OWN: error_P, ALONE: of_model_P, **alone}, simple_P)
     rival = next(name for name in figures if name in METHODS)
     parts = len({(piece.source, piece.shape) for one in rounds for piece in one.hidden.pieces})
     lead = Lead.found(error_P[at_P], found.others[rival][at_P], found.region_P[at_P], parts)

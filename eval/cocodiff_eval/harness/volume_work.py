@@ -23,7 +23,7 @@ from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, Volume
+from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, HiddenRound, Volume
 from cocodiff_eval.quality.fusing import Intervals, Moments, fuse, samples_along
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.restore.baseline import METHODS, SMALL, Window, in_cells, side_of_cells
@@ -121,6 +121,12 @@ class Making:
     def judged(self) -> list[np.ndarray]:
         """The voxels that each round of the test is judged by: indices z, y and x, int [P, 3] a round."""
         return [*map(self.volume.judged, self.hidden)]
+
+    @cached_property
+    def rounds(self) -> list[HiddenRound]:
+        """The rounds of the test with their truth, to which results are added."""
+        pairs = zip(self.hidden, self.judged, strict=True)
+        return [HiddenRound(*pair, self.volume, self.task, self.samples) for pair in pairs]
 
     def intervals(self, index: int) -> Intervals | None:
         """Return the intervals of slice `index` along z; None without a test, unknown where it could not judge."""

@@ -23,7 +23,7 @@ from cocodiff_eval.harness.job import Presets
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
-from cocodiff_eval.harness.volume import HiddenRegionReport, HiddenRound, judge_test
+from cocodiff_eval.harness.volume import HiddenRegionReport, judge_test
 from cocodiff_eval.harness.volume_work import Making, Restoring, Trial, Work, works_of
 from cocodiff_eval.quality.hidden import Hidden
 
@@ -94,7 +94,7 @@ class Volumes(Presets):
             if more:
                 _run(queue, more)
                 tests |= more
-                found = [self._judged(making, tests) for making in makings] if whole.rank == 0 else None
+                found = [self._judged(making, more) for making in makings] if whole.rank == 0 else None
                 for making, verdict in zip(makings, whole.broadcast_object(found), strict=True):
                     making.verdict = verdict
         wanted = self._wanted(first)
@@ -114,20 +114,19 @@ class Volumes(Presets):
         works = {first + n: work for n, work in enumerate(self.works) if isinstance(work, Restoring)}
         return {number: work for number, work in works.items() if work.is_wanted(work.making.verdict)}
 
-    def _judged(self, making: Making, tests: Mapping[int, Trial]) -> HiddenRegionReport:
-        """Return the verdict on a volume by some finished units of tests, which may be of other volumes too.
+    def _judged(self, making: Making, more: Mapping[int, Trial]) -> HiddenRegionReport:
+        """Return the verdict on a volume when further units of tests are finished, which may be of other volumes too.
 
-        tests: by the numbers of their units
+        more: by the numbers of their units
         """
         if not making.hidden:
             return making.verdict
-        rounds = [HiddenRound(hidden, making.volume, making.task, making.samples) for hidden in making.hidden]
-        for number, work in tests.items():
+        for number, work in more.items():
             if work.making is making:
                 with self.store.open(number) as made:
                     found = {name: made[name] for name in made.files if name != ROWS}
-                rounds[work.round].add(work.axis, work.indices, work.sample, found)
-        return judge_test(rounds, making.volume, making.samples)
+                making.rounds[work.round].add(work.axis, work.indices, work.sample, found)
+        return judge_test(making.rounds, making.volume, making.samples)
 
 
 def _run(queue: Queue, works: Mapping[int, Work]) -> None:

@@ -74,29 +74,34 @@ def products_in_blocks(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.n
     return np.moveaxis(np.array(sums).reshape(len(errors_AP), len(errors_AP), -1), -1, 0), counts_B
 
 
-def near_best(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
+def near_best(products_BAA: np.ndarray, counts_B: np.ndarray, errors: float = 1.0) -> np.ndarray:
     """Return which members' mean squared error is within one standard error of the least, boolean [A].
 
-    The standard error is that of the difference from the best member, over blocks. The arguments are as
+    The standard error is that of the difference from the best member, over blocks. The first arguments are as
     `products_in_blocks` returns them.
+
+    Args:
+        errors: number of standard errors, in the place of one.
     """
     squares_BA = np.einsum("baa->ba", products_BAA)
     apart_BA = squares_BA - squares_BA[:, [int(squares_BA.sum(axis=0).argmin())]]
     blocks, voxels = len(counts_B), counts_B.sum()
     mean_A = apart_BA.sum(axis=0) / voxels
     scatter_A = np.square(apart_BA - mean_A * counts_B[:, None]).sum(axis=0) * blocks / max(1, blocks - 1)
-    return np.asarray(mean_A <= np.sqrt(scatter_A) / voxels)
+    return np.asarray(mean_A <= errors * np.sqrt(scatter_A) / voxels)
 
 
-def learn_weights(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
+def learn_weights(products_BAA: np.ndarray, counts_B: np.ndarray, drops: bool = True) -> np.ndarray:
     """Return the weights [A] with which the mean of the members has the least squared error over all blocks.
 
-    Weights are not negative and sum to 1. Only members that are `near_best` have a weight above 0. The arguments are as
-    `products_in_blocks` returns them.
+    Weights are not negative and sum to 1. The other arguments are as `products_in_blocks` returns them.
+
+    Args:
+        drops: True to give a weight above 0 only to members that are `near_best`.
     """
     from scipy.optimize import nnls
 
-    kept = np.flatnonzero(near_best(products_BAA, counts_B))
+    kept = np.flatnonzero(near_best(products_BAA, counts_B) | (not drops))
     mean_KK = products_BAA.sum(axis=0)[np.ix_(kept, kept)]
     scale, weights_A = np.trace(mean_KK) / len(kept) + 1e-20, np.zeros(products_BAA.shape[1])
     root_KK = np.linalg.cholesky(mean_KK / scale + RIDGE * np.eye(len(kept))).T
@@ -105,7 +110,7 @@ def learn_weights(products_BAA: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
     return weights_A
 
 
-def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray, drops: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights [A] of A members, and the weights [A, P] that each of P voxels is judged with.
 
     The latter are learnt from other blocks than the voxel's own. If the mean that is judged so has a larger error than
@@ -114,6 +119,7 @@ def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarr
     Args:
         errors_AP: the members' errors at voxels whose truth is known.
         block_P: any number for each voxel's block.
+        drops: as of `learn_weights`.
     """
     _, block_P = np.unique(block_P, return_inverse=True)
     products_BAA, counts_B = products_in_blocks(errors_AP, block_P)
@@ -122,10 +128,10 @@ def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarr
     weights_BA = np.zeros((blocks, len(errors_AP)))
     for fold in range(min(FOLDS, blocks) * (blocks > 1)):
         others = fold_B != fold
-        weights_BA[~others] = learn_weights(products_BAA[others], counts_B[others])
+        weights_BA[~others] = learn_weights(products_BAA[others], counts_B[others], drops)
     of_mean = np.einsum("bij,bi,bj", products_BAA, weights_BA, weights_BA)
     if blocks > 1 and of_mean <= products_BAA[:, best, best].sum():
-        return learn_weights(products_BAA, counts_B), weights_BA[block_P].T
+        return learn_weights(products_BAA, counts_B, drops), weights_BA[block_P].T
     alone_A = (np.arange(len(errors_AP)) == best).astype(np.float64)
     return alone_A, np.repeat(alone_A[:, None], len(block_P), axis=1)
 
@@ -252,7 +258,7 @@ class Lead:
             region_P: number of each voxel's region.
             parts: M, the number of the mask's parts.
         """
-        from scipy.stats import t as student
+        from scipy.special import stdtrit  # scipy.stats has it too, and takes half a second
 
         _, of_region_P = np.unique(region_P, return_inverse=True)
         own_R, other_R = (np.bincount(of_region_P, np.square(one_P)) + 1e-20 for one_P in (own_P, other_P))
@@ -262,7 +268,7 @@ class Lead:
             others_R = (np.maximum(one_R.sum() - one_R, 1e-20) for one_R in (other_R, own_R))
             without_R = 10 * np.log10(np.divide(*others_R))
             variance = (count - 1) * float(without_R.var()) * (1 + count / parts)
-            reach = float(student.ppf((1 + LEAD_SHARE) / 2, count - 1)) * math.sqrt(variance)
+            reach = float(stdtrit(count - 1, (1 + LEAD_SHARE) / 2)) * math.sqrt(variance)
         return cls(lead, lead - reach, lead + reach, int((own_R < other_R).sum()), count, own_P.size)
 
 
@@ -346,10 +352,10 @@ def coverage(
     unknown = count < 2 if intervals is None else intervals.record() is None
     if truth_YX is None or unknown or not judged_YX.any():
         return dict.fromkeys(COVERAGES)
-    from scipy.stats import t as student
+    from scipy.special import stdtrit
 
     if intervals is None:
-        low, high = student.ppf((1 + np.array(SHARES)) / 2, count - 1) * math.sqrt(1 + 1 / count)
+        low, high = stdtrit(count - 1, (1 + np.array(SHARES)) / 2) * math.sqrt(1 + 1 / count)
         intervals = Intervals(0.0, (float(low), float(high)))
     error_P = np.abs(scale.normalise(truth_YX[judged_YX]) - moments01.mean_YX[judged_YX])
     radii = {name: intervals.radius(moments01.deviation_YX, share) for name, share in COVERAGES.items()}
