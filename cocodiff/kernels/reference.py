@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from cocodiff_sycl.parts import Rows
+from cocodiff_sycl.parts import Candidates, RowOrder, Rows
 from torch import Tensor
 
 
@@ -62,8 +62,8 @@ class TorchOps:
         for rows_KHD, cache_RHD in zip(rows, caches, strict=True):
             cache_RHD.index_copy_(0, index_K, rows_KHD)
 
-    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the change and the norm of every token, each float32 [B, L] (CoCoDiff section III-D).
+    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> Tensor:
+        """Return the change and the norm of every token, float32 [2, B, L] (CoCoDiff section III-D).
 
         The change is the L1 distance of v to its reference, the norm is the L1 norm of the reference. Both are sums
         over heads and channels in float64, rounded once.
@@ -71,19 +71,52 @@ class TorchOps:
         Args:
             renew: True to copy v into `reference_BLHD` after the comparison.
         """
-        change_BL = (v_BLHD.double() - reference_BLHD.double()).abs_().sum((-2, -1)).float()
-        norm_BL = reference_BLHD.abs().sum((-2, -1), dtype=torch.float64).float()
+        scores_2BL = torch.empty(2, *v_BLHD.shape[:2], device=v_BLHD.device)
+        scores_2BL[0] = v_BLHD.double().sub_(reference_BLHD).abs_().sum((-2, -1))
+        scores_2BL[1] = reference_BLHD.abs().sum((-2, -1), dtype=torch.float64)
         if renew:
             reference_BLHD.copy_(v_BLHD)
-        return change_BL, norm_BL
+        return scores_2BL
 
-    def select(self, score_BN: Tensor, k: int) -> Tensor:
-        """Return the positions of each row's `k` largest scores, ascending: int64 [B, k].
+    def choose(self, scores: Tensor, among: Candidates, share: float | None, threshold: float) -> Tensor:
+        """Return which of the candidates are active: uint8 [T + 1], of which the last stands for rows always sent.
 
-        Of equal scores the one at the later position counts as larger. NaN counts as larger than every number.
+        Args:
+            scores: float32 in one dimension, in which the candidates have their places.
+            share: the floor(N x share) tokens of a set of N with the smallest scores stay, and of equal scores those at
+                the first positions; NaN counts as larger than every number. None to use the threshold.
+            threshold: tokens stay if their score is at most this number times the mean norm of their set.
         """
-        order_BN = torch.sort(score_BN, dim=1, stable=True).indices
-        return torch.sort(order_BN[:, score_BN.shape[1] - k :], dim=1).values
+        active_T = torch.ones(among.place_CT.shape[1] + 1, dtype=torch.uint8, device=scores.device)
+        start = 0
+        for sets, tokens in among.sizes:
+            end = start + sets * tokens
+            score_MN = scores[among.place_CT[0, start:end]].view(sets, tokens)
+            active_MN = active_T[start:end].view(sets, tokens)
+            if share is None:
+                norm_MN = scores[among.place_CT[1, start:end]].view(sets, tokens)
+                limit_M1 = threshold * norm_MN.mean(1, keepdim=True, dtype=torch.float64)
+                torch.logical_not(score_MN.double() <= limit_M1, out=active_MN.view(torch.bool))
+            else:
+                order_MN = torch.sort(score_MN, dim=1, stable=True).indices
+                active_MN.scatter_(1, order_MN[:, : math.floor(tokens * share)], 0)
+            start = end
+        return active_T
+
+    def compact(self, active_T: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
+        """Return the table's columns of the active rows, int64 [K, N] with any numbers behind these rows; and where
+        every rank's rows end among them, int64 [R].
+
+        Args:
+            active_T: uint8, 1 for active candidates, see `choose`.
+        """
+        columns, rows = order.table_KN.shape
+        active_N = active_T.index_select(0, order.token_N)
+        place_N = active_N.cumsum(0)  # from 1 on; rows that stay are written to place 0
+        end_R = place_N.index_select(0, order.last_R)
+        chosen_KN = order.table_KN.new_empty(columns, rows + 1)
+        chosen_KN.scatter_(1, place_N.mul_(active_N).expand(columns, rows), order.table_KN)
+        return chosen_KN[:, 1:], end_R
 
     def qk_norm_rope(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.parts import TILE, Cut, Rows
+from cocodiff_sycl.parts import TILE, Candidates, Cut, RowOrder, Rows
 from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, TABLES, Plan, Plans
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"  # environment variable: check indices on a GPU too
@@ -123,18 +123,24 @@ class SyclOps:
 
     # Arithmetic -----------------------------------------------------------------------------------------------------
 
-    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
+    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> Tensor:
         plan, addresses = self._plans.of(self._plans.l1_score, (v_BLHD, reference_BLHD), renew)
         make = torch.empty if plan.launches else torch.zeros
-        change_BL, norm_BL = (make(v_BLHD.shape[:2], dtype=torch.float32, device=self.device) for _ in range(2))
-        self._launch(plan, addresses, change_BL, norm_BL)
-        return change_BL, norm_BL
+        scores_2BL = make(2, *v_BLHD.shape[:2], dtype=torch.float32, device=self.device)
+        self._launch(plan, addresses, *scores_2BL)
+        return scores_2BL
 
-    def select(self, score_BN: Tensor, k: int) -> Tensor:
-        plan, addresses = self._plans.of(self._plans.select, (score_BN,), k)
-        chosen_BK = torch.empty(len(score_BN), k, dtype=torch.int64, device=self.device)
-        self._launch(plan, addresses, chosen_BK, self._scratch(258 * len(score_BN)))
-        return chosen_BK
+    def choose(self, scores: Tensor, among: Candidates, share: float | None, threshold: float) -> Tensor:
+        plan, addresses = self._plans.of(self._plans.choose, (scores, *among.contained_tensors()), share, threshold)
+        active_T = torch.empty(among.place_CT.shape[1] + 1, dtype=torch.uint8, device=self.device)
+        self._launch(plan, addresses, active_T, self._scratch(258 * (len(among.begin_M) - 1)))
+        return active_T
+
+    def compact(self, active_T: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
+        plan, addresses = self._plans.of(self._plans.compact, (active_T, *order.contained_tensors()))
+        chosen_KN, end_R = torch.empty_like(order.table_KN), torch.empty_like(order.last_R)
+        self._launch(plan, addresses, chosen_KN, end_R)
+        return chosen_KN, end_R
 
     def _scratch(self, numbers: int) -> Tensor:
         """Return scratch memory for one launch, int64 [numbers or more].

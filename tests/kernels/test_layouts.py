@@ -107,7 +107,7 @@ def test_operations_are_the_same_where_python_looks(sycl_on_cpu: SyclOps, monkey
     x_BLHD, index_K = random_BLHD(3, (1, 9, 4, 8), torch.float32), torch.tensor([1, 4, 8])
     same_as_torch(ours, "gather_pack", [[Rows(x_BLHD[0], index_K)], [x_BLHD]], [torch.zeros(96), torch.zeros(288)])
     same_as_torch(ours, "qk_norm_rope", x_BLHD, torch.ones(8), 1e-6, (), "none", rounds=True)
-    same_as_torch(ours, "select", x_BLHD[0, 0], 3)
+    same_as_torch(ours, "l1_score", x_BLHD, x_BLHD + 1)
 
 
 def test_errors_come_again_and_after_a_call_that_was_right(sycl: SyclOps):
