@@ -29,8 +29,8 @@ from cocodiff.topology.layout import Layout
 # The part of a tensor's bytes that a call of the lossless codec sends: the mean of a run of 50 steps, and a layer's
 # first call. Heads are wide enough that rounding to whole bytes does not matter (docs/exchange.md).
 TYPICAL, TYPICAL_FIRST = 0.3, 0.68
-# Launches with which V-Major chooses rows, from v to the rows' indices, by `scoring` and `reference`: of kernels, a copy
-# to the host, and one of the rank's own part of what is gathered (tests/attention/test_launches.py counts them).
+# Launches with which V-Major chooses rows, by `scoring` and `reference`: of kernels, a copy to the host, and one of the
+# rank's own part of what is gathered (tests/attention/test_launches.py counts them).
 LAUNCHES_TO_CHOOSE = {("source", "prev"): 6, ("source", "sent"): 6, ("card", "prev"): 8, ("card", "sent"): 9}
 
 
