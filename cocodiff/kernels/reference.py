@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from cocodiff_sycl.parts import Candidates, RowOrder, Rows
+from cocodiff_sycl.parts import Rows
 from torch import Tensor
 
 
@@ -77,46 +77,6 @@ class TorchOps:
         if renew:
             reference_BLHD.copy_(v_BLHD)
         return scores_2BL
-
-    def choose(self, scores: Tensor, among: Candidates, share: float | None, threshold: float) -> Tensor:
-        """Return which of the candidates are active: uint8 [T + 1], of which the last stands for rows always sent.
-
-        Args:
-            scores: float32 in one dimension, in which the candidates have their places.
-            share: the floor(N x share) tokens of a set of N with the smallest scores stay, and of equal scores those at
-                the first positions; NaN counts as larger than every number. None to use the threshold.
-            threshold: tokens stay if their score is at most this number times the mean norm of their set.
-        """
-        active_T = torch.ones(among.place_CT.shape[1] + 1, dtype=torch.uint8, device=scores.device)
-        start = 0
-        for sets, tokens in among.sizes:
-            end = start + sets * tokens
-            score_MN = scores[among.place_CT[0, start:end]].view(sets, tokens)
-            active_MN = active_T[start:end].view(sets, tokens)
-            if share is None:
-                norm_MN = scores[among.place_CT[1, start:end]].view(sets, tokens)
-                limit_M1 = threshold * norm_MN.mean(1, keepdim=True, dtype=torch.float64)
-                torch.logical_not(score_MN.double() <= limit_M1, out=active_MN.view(torch.bool))
-            else:
-                order_MN = torch.sort(score_MN, dim=1, stable=True).indices
-                active_MN.scatter_(1, order_MN[:, : math.floor(tokens * share)], 0)
-            start = end
-        return active_T
-
-    def compact(self, active_T: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
-        """Return the table's columns of the active rows, int64 [K, N] with any numbers behind these rows; and where
-        every rank's rows end among them, int64 [R].
-
-        Args:
-            active_T: uint8, 1 for active candidates, see `choose`.
-        """
-        columns, rows = order.table_KN.shape
-        active_N = active_T.index_select(0, order.token_N)
-        place_N = active_N.cumsum(0)  # from 1 on; rows that stay are written to place 0
-        end_R = place_N.index_select(0, order.last_R)
-        chosen_KN = order.table_KN.new_empty(columns, rows + 1)
-        chosen_KN.scatter_(1, place_N.mul_(active_N).expand(columns, rows), order.table_KN)
-        return chosen_KN[:, 1:], end_R
 
     def qk_norm_rope(
         self,
@@ -183,6 +143,8 @@ class TorchOps:
         out_BLHD.copy_(out_BLHD.double() * (1 - weight) + part_BLHD.double() * weight)
         lse_BLH.copy_(merged)
 
+    choose = _of("residual", "choose")
+    compact = _of("residual", "compact")
     # x and reconstructions may be views with any strides, except that the last stride is 1.
     encode_residual = _of("residual", "encode_residual")
     note_change = _of("residual", "note_change")

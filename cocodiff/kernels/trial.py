@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from cocodiff_sycl.ops import SyclOps
-from cocodiff_sycl.parts import Candidates, Cut, RowOrder, Rows, room_of, stream_places
+from cocodiff_sycl.parts import Cut, Rows, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.dispatch import OPS, STREAMED
 from cocodiff.kernels.lossless import CODED, Known, least_room
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
+from cocodiff.kernels.residual import NOTES, Candidates, Onward, Prediction, Reconstructions, RowOrder, coded_width
 
 # Allowed relative error: one ulp, and several for float32.
 STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.parts import TILE, Candidates, Cut, RowOrder, Rows
+from cocodiff_sycl.parts import TILE, Cut, Rows
 from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, TABLES, Plan, Plans
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"  # environment variable: check indices on a GPU too
 ADDRESS = numbers_of(1)
 NOWHERE = ADDRESS.pack(0)
 FACTOR = struct.Struct("=f4x")  # a float32, passed with the addresses because it differs in each step
-# Arguments of the codecs' operations: the named tuples of `cocodiff.kernels.residual` and `cocodiff.kernels.lossless`.
+# Arguments of operations: the named tuples of `cocodiff.kernels.residual` and `cocodiff.kernels.lossless`.
+Candidates = tuple[Tensor, Tensor, tuple[tuple[int, int], ...]]
+RowOrder = tuple[Tensor, Tensor, Tensor]
 Reconstructions = tuple[Tensor, Tensor | None]
 Prediction = tuple[float, bool, bool]
 Onward = tuple[float, Tensor]
@@ -131,14 +133,16 @@ class SyclOps:
         return scores_2BL
 
     def choose(self, scores: Tensor, among: Candidates, share: float | None, threshold: float) -> Tensor:
-        plan, addresses = self._plans.of(self._plans.choose, (scores, *among.contained_tensors()), share, threshold)
-        active_T = torch.empty(among.place_CT.shape[1] + 1, dtype=torch.uint8, device=self.device)
-        self._launch(plan, addresses, active_T, self._scratch(258 * (len(among.begin_M) - 1)))
+        place_CT, begin_M, _ = among
+        plan, addresses = self._plans.of(self._plans.choose, (scores, place_CT, begin_M), share, threshold)
+        active_T = torch.empty(place_CT.shape[1] + 1, dtype=torch.uint8, device=self.device)
+        self._launch(plan, addresses, active_T, self._scratch(258 * (len(begin_M) - 1)))
         return active_T
 
     def compact(self, active_T: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
-        plan, addresses = self._plans.of(self._plans.compact, (active_T, *order.contained_tensors()))
-        chosen_KN, end_R = torch.empty_like(order.table_KN), torch.empty_like(order.last_R)
+        _, last_R, table_KN = order
+        plan, addresses = self._plans.of(self._plans.compact, (active_T, *order))
+        chosen_KN, end_R = torch.empty_like(table_KN), torch.empty_like(last_R)
         self._launch(plan, addresses, chosen_KN, end_R)
         return chosen_KN, end_R
 

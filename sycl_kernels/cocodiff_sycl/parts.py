@@ -1,5 +1,5 @@
-"""The data on parts of tensors that kernels take: rows that are gathered while they are packed, what V-Major chooses
-among, and the blocks and streams of the lossless codec.
+"""The data on parts of tensors that kernels take: rows that are gathered while they are packed, and the blocks and
+streams of the lossless codec.
 
 `cocodiff.kernels.lossless` defines blocks, strips, tiles and streams.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -57,40 +57,6 @@ class Rows:
     def __len__(self) -> int:
         """Return 1, the batch size of `shape`."""
         return 1
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The tokens that V-Major may leave unsent, set by set. A set is the tokens of a card in one batch entry."""
-
-    place_CT: Tensor  # places of the tokens' scores among all scores, and for a threshold of their norms, int64
-    begin_M: Tensor  # every set's first token, and the number of all tokens, int64
-    sizes: tuple[tuple[int, int], ...]  # number of sets of one size that follow each other, and that size in tokens
-
-    @classmethod
-    def of_sets(cls, places: Sequence[Tensor], device: torch.device) -> Candidates:
-        """Return the candidates of cards whose tokens have these places, [columns, B, N] for every card."""
-        sizes = [x_CBN.shape[2] for x_CBN in places for _ in range(x_CBN.shape[1])]
-        begin_M = torch.tensor([0, *accumulate(sizes)])
-        place_CT = torch.cat([x_CBN.flatten(1) for x_CBN in places], 1)
-        return cls(place_CT.to(device), begin_M.to(device), tuple((len([*same]), n) for n, same in groupby(sizes)))
-
-    def contained_tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that this consists of."""
-        return self.place_CT, self.begin_M
-
-
-@dataclass(frozen=True)
-class RowOrder:
-    """The rows of all ranks in the order in which they are sent: by rank, batch entry and place."""
-
-    token_N: Tensor  # every row's token among the candidates; their number for rows that are always sent, int64
-    last_R: Tensor  # every rank's last row, int64; every rank has one
-    table_KN: Tensor  # K numbers of every row that `compact` returns for the chosen ones, int64
-
-    def contained_tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that this consists of."""
-        return self.token_N, self.last_R, self.table_KN
 
 
 class Cut(NamedTuple):

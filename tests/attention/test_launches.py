@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from attention_worlds import Call, World
-from cocodiff_sycl.parts import Candidates, RowOrder
 from seams import watch_choosing
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.kernels import Kernels, Rows, TorchOps
+from cocodiff.kernels.residual import Candidates, RowOrder
 from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.topology.axes import Mesh
 
@@ -29,9 +29,11 @@ def changed(value: Any, change: Any) -> Any:
     """An operation's argument or result with its tensors changed."""
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, Candidates | RowOrder):
+        return type(value)(*(changed(one, change) for one in value))
     if isinstance(value, list | tuple):
         return type(value)(changed(one, change) for one in value)
-    if isinstance(value, Candidates | RowOrder | Rows):
+    if isinstance(value, Rows):
         return replace(value, **{of.name: changed(getattr(value, of.name), change) for of in fields(value)})
     return value
 

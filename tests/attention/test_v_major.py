@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from attention_worlds import Call, Ranks, World
-from cocodiff_sycl.parts import Candidates
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +28,7 @@ from cocodiff.config.machine import Machine, Topology
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import merge_notes
 from cocodiff.kernels import Kernels
+from cocodiff.kernels.residual import Candidates
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segment, Segments

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from cocodiff_sycl.ops import SyclOps
-from cocodiff_sycl.parts import Candidates, RowOrder
 
 from cocodiff.kernels import Rows
 from cocodiff.kernels.lossless import Known
-from cocodiff.kernels.residual import NOTES, Prediction, Reconstructions
+from cocodiff.kernels.residual import NOTES, Candidates, Prediction, Reconstructions, RowOrder
 
 X_BLHD, CODE_BLHW = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 5, dtype=torch.uint8)
 LAST, NOTES_N = Reconstructions(torch.zeros_like(X_BLHD)), torch.zeros(NOTES, dtype=torch.int64)
@@ -41,9 +39,9 @@ def losslessly(s: SyclOps, x_BLHD: torch.Tensor) -> None:
         (lambda s: s.choose(torch.zeros(4).half(), AMONG, 0.5, 0.0), "float16"),
         (lambda s: s.choose(torch.zeros(8)[::2], AMONG, 0.5, 0.0), "stride 2"),
         (lambda s: s.compact(torch.zeros(5), ORDER), "active is torch.float32"),
-        (lambda s: s.compact(ACTIVE, replace(ORDER, token_N=torch.zeros(3, dtype=torch.int64))), "token is [3]"),
-        (lambda s: s.compact(ACTIVE, replace(ORDER, last_R=torch.zeros(1))), "last is torch.float32"),
-        (lambda s: s.compact(ACTIVE, replace(ORDER, token_N=torch.arange(8)[::2])), "token must be contiguous"),
+        (lambda s: s.compact(ACTIVE, ORDER._replace(token_N=torch.zeros(3, dtype=torch.int64))), "token is [3]"),
+        (lambda s: s.compact(ACTIVE, ORDER._replace(last_R=torch.zeros(1))), "last is torch.float32"),
+        (lambda s: s.compact(ACTIVE, ORDER._replace(token_N=torch.arange(8)[::2])), "token must be contiguous"),
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 4), None, None, (), "twisted"), "unknown layout 'twisted'"),
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 5), None, None, (), "none"), "5 numbers"),
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 4), None, None, (torch.zeros(2, 4),), "pairs"), "1 rotary"),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from cocodiff_sycl.ops import SyclOps
-from cocodiff_sycl.parts import Candidates, RowOrder
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_helpers import DTYPES, dtypes, forms, placed, quick, random_BLHD, same_as_torch, seeds, shapes_of
 
 from cocodiff.kernels import Rows
+from cocodiff.kernels.residual import Candidates, RowOrder
 
 head_dims = st.sampled_from((1, 2, 3, 7, 8, 16, 18, 31, 32, 64, 72, 130))
 even_dims = st.sampled_from((2, 6, 14, 16, 18, 32, 34, 64, 72, 128, 130))

@@ -15,11 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from cocodiff_sycl.parts import Candidates, RowOrder
 from torch import Tensor
 
 from cocodiff.config.machine import Topology
 from cocodiff.kernels import Kernels
+from cocodiff.kernels.residual import Candidates, RowOrder
 from cocodiff.topology.layout import Layout
 
 
