@@ -19,6 +19,7 @@ from cocodiff_sycl.build import host_library, kernel_option, runtime_and_folder
 from cocodiff_sycl.find import Unavailable
 
 from cocodiff.attention import local
+from cocodiff.attention.v_major.codec import CardCall, SourceCall
 from cocodiff.comm import connect
 from cocodiff.comm.loopback import LoopbackTransport
 from cocodiff.comm.torch_dist import TorchDistTransport
@@ -159,6 +160,13 @@ def receives_of(flight: Any) -> tuple[int, list[Any]]:
 def sums_on_the_device(notes: Any) -> Any:
     """V-Major's notes of a run that the host has not read."""
     return notes._sums
+
+
+def watch_choosing(patch: Any, watch: Callable[[Callable[[], Any]], Any]) -> None:
+    """Has V-Major's choice of rows, without arguments, given to `watch`, which makes it and returns it."""
+    for call in (SourceCall, CardCall):
+        choose = call._choose
+        patch.setattr(call, "_choose", lambda self, x, choose=choose: watch(lambda: choose(self, x)))
 
 
 def kernels_of_parts() -> dict[str, Any]:

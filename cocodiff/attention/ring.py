@@ -11,7 +11,8 @@ owners. So both directions of the links are used. Within a node, a rank attends 
 has. Meanwhile it passes these on, and sends the results of the queries before, with their log-sum-exps, straight to
 their owner. Between nodes, keys and values are passed around as in `Ring`, one step for each round of the queries in a
 node: the paper's hybrid (TokenRing, section 3.3.3). Results of the own queries are merged in the order of the visits as
-well.
+well. Nothing is computed after the last queries, so these are attended to in pieces of heads: results of one piece
+return during attention to the next.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial, all_merged, merged
@@ -37,6 +39,7 @@ LANE = "ring"  # name of the lane, also in the trace
 # while both tiles of a card send results over another link. So results take longer than a step, and the next step does
 # not wait for them.
 LAG = 2
+LAST_PIECES = 8  # TokenRing: pieces of the last step, if there are so many heads
 
 
 class Ring:
@@ -172,26 +175,37 @@ class TokenRing(Ring):
         rows, step = call.rows, partial(self._step, TokensInFlight(call.layer))
         running: Partial | None = None
         back: Passing | None = None
+        last = self._nodes[-1], self._steps[-1]
         for node in self._nodes:
             mask_B11S, here_BSGD = call.mask(node.member), own_BSGD
             keys_on = passing(keys, node.onward, rows)
             for visit in self._steps:
                 coming = self._lane.submit(step, passing([here_BSGD], visit.onward, rows), back, keys_on, LAG)
-                part = self._local.part(here_BSGD, keys[0], keys[1], mask_B11S)
+                own, keys_on = visit.member == self.group, None
+                returned = None if own else Move(visit.member, visit.holder, self.group)
+                in_pieces = returned is not None and (node, visit) == last
+                pieces = head_pieces(here_BSGD.shape[2], LAST_PIECES if in_pieces else 1)
+                for heads in pieces:
+                    k_BSGD, v_BSGD = (x[:, :, heads] for x in keys)
+                    part = self._local.part(here_BSGD[:, :, heads], k_BSGD, v_BSGD, mask_B11S)
+                    back = passing([x.contiguous() for x in part], returned, rows)
+                    if in_pieces:
+                        self._lane.submit(step, None, back, None, LAG + len(pieces))
                 with self._trace.span("wait for q", layer=call.layer):
                     came = coming.wait()
                 for arrived in came.parts:
                     running = merged(self._kernels, running, arrived)
-                own, keys_on = visit.member == self.group, None
                 if own:
                     running = merged(self._kernels, running, part)
-                returned = None if own else Move(visit.member, visit.holder, self.group)
-                back = passing([x.contiguous() for x in part], returned, rows)
                 here_BSGD = came.queries[0] if came.queries else own_BSGD
             keys = came.keys or keys
         with self._trace.span("wait for parts", layer=call.layer):
-            for arrived in self._lane.submit(step, None, back, None, 0).wait().parts:
-                running = merged(self._kernels, running, arrived)
+            parts = self._lane.submit(step, None, None, None, 0).wait().parts
+        if back is not None:
+            parts, of_heads = parts[: -len(pieces)], parts[-len(pieces) :]
+            parts = [*parts, Partial(*(torch.cat(tensors, 2) for tensors in zip(*of_heads, strict=True)))]
+        for arrived in parts:
+            running = merged(self._kernels, running, arrived)
         assert running is not None, "a ring has a rank"
         return running.out_BLHD.to(q_BSGD.dtype)
 
@@ -231,6 +245,12 @@ class TokenRing(Ring):
         """Start the messages of one step."""
         sends, recvs = [(x, way.move.to) for x in way.outgoing], [(x, way.move.before) for x in way.incoming]
         return self._post(group, sends, recvs)
+
+
+def head_pieces(heads: int, pieces: int) -> list[slice]:
+    """Cut heads into so many nearly equal pieces, or into one for each head if there are fewer."""
+    count = min(heads, pieces)
+    return [slice(heads * n // count, heads * (n + 1) // count) for n in range(count)]
 
 
 def passing(outgoing: Sequence[Tensor], move: Move | None, rows: Sequence[int]) -> Passing | None:

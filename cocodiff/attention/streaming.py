@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.local import AttentionCall, Keys, Partial, all_merged, merged
-from cocodiff.attention.ring import LANE, Ring
+from cocodiff.attention.ring import LANE, Ring, head_pieces
 from cocodiff.comm.transport import Pending, Transport
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.routes.rounds import rounds_of
@@ -109,9 +109,8 @@ class Streaming(Ring):
 
     def _pieces(self, heads: int) -> list[QueryPiece]:
         """Return the pieces of a call, node by node, the own node first."""
-        runs = head_runs(len(self._nodes), heads)
-        at = [slice(heads * n // runs, heads * (n + 1) // runs) for n in range(runs)]
-        return [node._replace(heads=run) for node in self._nodes for run in at]
+        runs = head_pieces(heads, head_runs(len(self._nodes), heads))
+        return [node._replace(heads=run) for node in self._nodes for run in runs]
 
     def _step(
         self, flight: PiecesInFlight, number: int, own: Sequence[Tensor], part: Partial | None

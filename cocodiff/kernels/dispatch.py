@@ -36,7 +36,8 @@ CPU: dict[str, float] = {
     "gather_pack": MIB // 2,
     "scatter_rows": MIB // 2,
     "l1_score": MIB // 4,
-    "select": 4000,
+    "choose": 4000,
+    "compact": 8000,
     "qk_norm_rope": MIB // 2,
     "merge_partials": 8192,
     "encode_residual": MIB // 4,
@@ -51,7 +52,16 @@ CHOICES: dict[str, dict[str, float]] = {"cpu": CPU, "xpu": dict.fromkeys(OPS, 0)
 WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes with SYCL kernels
 PATHS = ("auto", "sycl", "torch")  # values of the setting `kernels`
 # Index of the argument whose size decides, where it is not the first one.
-SIZED = {"pack": 1, "gather_pack": 1, "unpack": 1, "decode_residual": 1, "stream_lengths": 2, "decode_lossless": 4}
+SIZED = {
+    "compact": 1,
+    "pack": 1,
+    "gather_pack": 1,
+    "unpack": 1,
+    "decode_residual": 1,
+    "stream_lengths": 2,
+    "decode_lossless": 4,
+}
+OF_INDICES = ("compact",)  # operations on indices alone, whatever the dtype of the run
 STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")  # operations of the lossless codec
 STREAM_GROUP = 8  # numbers; a head has to be a multiple, because no group of SYCL's streams spans two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # environment variable that replaces `auto`, for commands without such a setting
@@ -116,7 +126,7 @@ class Kernels(TorchOps):
         Ranks have nearly equal shares, so the first tensor stands for the size of all.
         """
         first = moved[0]
-        kind = first.device.type, first.dtype
+        kind = first.device.type, torch.float32 if op in OF_INDICES else first.dtype
         if kind not in self._begins:
             self._begins[kind] = begins_of(self.path, *kind)
         enough = first.nbytes * len(moved) >= self._begins[kind][op]
@@ -126,7 +136,8 @@ class Kernels(TorchOps):
 def moved_by(op: str, arguments: Sequence[Any]) -> Sequence[Tensor]:
     """Return the tensors among an operation's arguments whose size decides between SYCL and torch."""
     told = arguments[SIZED.get(op, 0)]
-    told = getattr(told, "written", getattr(told, "last", told))  # a codec's state: one of its tensors
+    for name in ("written", "last", "table_KN"):  # a codec's state, or an order of rows: one of its tensors
+        told = getattr(told, name, told)
     return (told,) if isinstance(told, Tensor) else told
 
 

@@ -62,8 +62,8 @@ class TorchOps:
         for rows_KHD, cache_RHD in zip(rows, caches, strict=True):
             cache_RHD.index_copy_(0, index_K, rows_KHD)
 
-    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the change and the norm of every token, each float32 [B, L] (CoCoDiff section III-D).
+    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> Tensor:
+        """Return the change and the norm of every token, float32 [2, B, L] (CoCoDiff section III-D).
 
         The change is the L1 distance of v to its reference, the norm is the L1 norm of the reference. Both are sums
         over heads and channels in float64, rounded once.
@@ -71,19 +71,12 @@ class TorchOps:
         Args:
             renew: True to copy v into `reference_BLHD` after the comparison.
         """
-        change_BL = (v_BLHD.double() - reference_BLHD.double()).abs_().sum((-2, -1)).float()
-        norm_BL = reference_BLHD.abs().sum((-2, -1), dtype=torch.float64).float()
+        scores_2BL = torch.empty(2, *v_BLHD.shape[:2], device=v_BLHD.device)
+        scores_2BL[0] = v_BLHD.double().sub_(reference_BLHD).abs_().sum((-2, -1))
+        scores_2BL[1] = reference_BLHD.abs().sum((-2, -1), dtype=torch.float64)
         if renew:
             reference_BLHD.copy_(v_BLHD)
-        return change_BL, norm_BL
-
-    def select(self, score_BN: Tensor, k: int) -> Tensor:
-        """Return the positions of each row's `k` largest scores, ascending: int64 [B, k].
-
-        Of equal scores the one at the later position counts as larger. NaN counts as larger than every number.
-        """
-        order_BN = torch.sort(score_BN, dim=1, stable=True).indices
-        return torch.sort(order_BN[:, score_BN.shape[1] - k :], dim=1).values
+        return scores_2BL
 
     def qk_norm_rope(
         self,
@@ -150,6 +143,8 @@ class TorchOps:
         out_BLHD.copy_(out_BLHD.double() * (1 - weight) + part_BLHD.double() * weight)
         lse_BLH.copy_(merged)
 
+    choose = _of("residual", "choose")
+    compact = _of("residual", "compact")
     # x and reconstructions may be views with any strides, except that the last stride is 1.
     encode_residual = _of("residual", "encode_residual")
     note_change = _of("residual", "note_change")

@@ -42,11 +42,15 @@ err as little as possible.
 
 One head of one token is sent as its codes followed by a scale byte for each group. Codes have `bits` bits each, the
 first channel in the lowest bits; unused bits of the last byte are 0.
+
+At the end stands V-Major's choice: the tokens that it chooses among, and the choice in torch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -300,3 +304,72 @@ def _unpacked(packed: Tensor, D: int, bits: int) -> Tensor:
     """Unpack bytes into codes, uint8 [B, L, H, D]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)[..., :D]
+
+
+# V-Major's choice -----------------------------------------------------------------------------------------------------
+
+
+class Candidates(NamedTuple):
+    """The tokens that V-Major may leave unsent, set by set. A set is the tokens of a card in one batch entry."""
+
+    place_CT: Tensor  # places of the tokens' scores among all scores, and for a threshold of their norms, int64
+    begin_M: Tensor  # every set's first token, and the number of all tokens, int64
+    sizes: tuple[tuple[int, int], ...]  # number of sets of one size that follow each other, and that size in tokens
+
+    @classmethod
+    def of_sets(cls, places: Sequence[Tensor], device: torch.device) -> Candidates:
+        """Return the candidates of cards whose tokens have these places, [columns, B, N] for every card."""
+        sizes = [x_CBN.shape[2] for x_CBN in places for _ in range(x_CBN.shape[1])]
+        begin_M = torch.tensor([0, *accumulate(sizes)])
+        place_CT = torch.cat([x_CBN.flatten(1) for x_CBN in places], 1)
+        return cls(place_CT.to(device), begin_M.to(device), tuple((len([*same]), n) for n, same in groupby(sizes)))
+
+
+class RowOrder(NamedTuple):
+    """The rows of all ranks in the order in which they are sent: by rank, batch entry and place."""
+
+    token_N: Tensor  # every row's token among the candidates; their number for rows that are always sent, int64
+    last_R: Tensor  # every rank's last row, int64; every rank has one
+    table_KN: Tensor  # K numbers of every row that `compact` returns for the chosen ones, int64
+
+
+def choose(scores: Tensor, among: Candidates, share: float | None, threshold: float) -> Tensor:
+    """Return which of the candidates are active: uint8 [T + 1], of which the last stands for rows always sent.
+
+    Args:
+        scores: float32 in one dimension, in which the candidates have their places.
+        share: the floor(N x share) tokens of a set of N with the smallest scores stay, and of equal scores those at
+            the first positions; NaN counts as larger than every number. None to use the threshold.
+        threshold: tokens stay if their score is at most this number times the mean norm of their set.
+    """
+    active_T = torch.ones(among.place_CT.shape[1] + 1, dtype=torch.uint8, device=scores.device)
+    start = 0
+    for sets, tokens in among.sizes:
+        end = start + sets * tokens
+        score_MN = scores[among.place_CT[0, start:end]].view(sets, tokens)
+        active_MN = active_T[start:end].view(sets, tokens)
+        if share is None:
+            norm_MN = scores[among.place_CT[1, start:end]].view(sets, tokens)
+            limit_M1 = threshold * norm_MN.mean(1, keepdim=True, dtype=torch.float64)
+            torch.logical_not(score_MN.double() <= limit_M1, out=active_MN.view(torch.bool))
+        else:
+            order_MN = torch.sort(score_MN, dim=1, stable=True).indices
+            active_MN.scatter_(1, order_MN[:, : math.floor(tokens * share)], 0)
+        start = end
+    return active_T
+
+
+def compact(active_T: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
+    """Return the table's columns of the active rows, int64 [K, N] with any numbers behind these rows; and where
+    every rank's rows end among them, int64 [R].
+
+    Args:
+        active_T: uint8, 1 for active candidates, see `choose`.
+    """
+    columns, rows = order.table_KN.shape
+    active_N = active_T.index_select(0, order.token_N)
+    place_N = active_N.cumsum(0)  # from 1 on; rows that stay are written to place 0
+    end_R = place_N.index_select(0, order.last_R)
+    chosen_KN = order.table_KN.new_empty(columns, rows + 1)
+    chosen_KN.scatter_(1, place_N.mul_(active_N).expand(columns, rows), order.table_KN)
+    return chosen_KN[:, 1:], end_R

@@ -13,7 +13,7 @@ from torch import Tensor
 from cocodiff.kernels.dispatch import OPS, STREAMED
 from cocodiff.kernels.lossless import CODED, Known, least_room
 from cocodiff.kernels.reference import TorchOps
-from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
+from cocodiff.kernels.residual import NOTES, Candidates, Onward, Prediction, Reconstructions, RowOrder, coded_width
 
 # Allowed relative error: one ulp, and several for float32.
 STEPS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -65,8 +65,10 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
         return _coded(op, ops, x_BLHD, Reconstructions(other_BLHD, random(B, L, H, D)))
     if op in STREAMED:
         return _streamed(op, ops, x_BLHD, other_BLHD, random(B, L, H, D))
-    if op == "select":
-        return [ops.select(random(B, L, kind=torch.float32), L // 3)]
+    if op in ("choose", "compact"):
+        return _chosen(op, ops, random(2, L, kind=torch.float32))
+    if op == "l1_score":
+        return [ops.l1_score(x_BLHD, other_BLHD)]
     if op == "merge_partials":
         lse_BLH, part_lse_BLH = random(B, L, H, kind=torch.float32), random(B, L, H, kind=torch.float32)
         ops.merge_partials(other_BLHD, lse_BLH, x_BLHD, part_lse_BLH)
@@ -82,12 +84,26 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
         "unpack": (([other_BLHD], [x_BLHD]), [x_BLHD]),
         "gather_pack": (([[Rows(x_BLHD[0], index_K, other_BLHD[0], index_K)]], [some_N]), [some_N, other_BLHD]),
         "scatter_rows": (([other_BLHD[0, : len(index_K)]], index_K, [x_BLHD[0]]), [x_BLHD]),
-        "l1_score": ((x_BLHD, other_BLHD), []),
         "note_change": ((x_BLHD, other_BLHD, notes_N), [other_BLHD, notes_N]),
         "continue_linearly": ((x_BLHD, other_BLHD, Onward(0.5, operand_BLHD)), [operand_BLHD]),
     }
     arguments, written = cases[op]
-    return [*written, *(getattr(ops, op)(*arguments) or ())]
+    getattr(ops, op)(*arguments)
+    return written
+
+
+def _chosen(op: str, ops: SyclOps | TorchOps, scores_2L: Tensor) -> list[Tensor]:
+    """Choose among two cards' tokens by share and by threshold, or order the rows of what torch chose."""
+    device, cards = scores_2L.device, torch.arange(2 * L).view(2, 1, L).split((L // 3, L - L // 3), 2)
+    among, values = Candidates.of_sets(cards, device), scores_2L.abs().flatten()
+    chooser = ops if op == "choose" else TorchOps()
+    masks = [chooser.choose(values, among, share, 1.0) for share in (0.4, None)]
+    if op == "choose":
+        return masks
+    rows = torch.arange(L + 2, device=device).clamp(max=L)  # two rows more that are always sent
+    order = RowOrder(rows, torch.tensor([L // 2, L + 1], device=device), torch.stack([rows, -rows]))
+    found = [ops.compact(active_T, order) for active_T in masks]
+    return [x for chosen_KN, end_R in found for x in (end_R, chosen_KN[:, : int(end_R[-1])])]
 
 
 def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructions) -> list[Tensor]:

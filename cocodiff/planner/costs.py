@@ -29,7 +29,9 @@ from cocodiff.topology.layout import Layout
 # The part of a tensor's bytes that a call of the lossless codec sends: the mean of a run of 50 steps, and a layer's
 # first call. Heads are wide enough that rounding to whole bytes does not matter (docs/exchange.md).
 TYPICAL, TYPICAL_FIRST = 0.3, 0.68
-LAUNCHES_TO_CHOOSE = 41  # launches of V-Major's kernels, from scores to packing the chosen rows
+# Launches with which V-Major chooses rows, by `scoring` and `reference`: of kernels, a copy to the host, and one of the
+# rank's own part of what is gathered (tests/attention/test_launches.py counts them).
+LAUNCHES_TO_CHOOSE = {("source", "prev"): 6, ("source", "sent"): 6, ("card", "prev"): 8, ("card", "sent"): 9}
 
 
 class CallKind(NamedTuple):
@@ -140,7 +142,8 @@ class VMajorCosts(Costs):
 
     def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
         counted = tiles == 1 and self.settings.schedule != "threshold"  # see `Selection.build`
-        return (0, 0, 0) if kind.whole else (LAUNCHES_TO_CHOOSE, 1, 0 if counted else 1)
+        launches = LAUNCHES_TO_CHOOSE[self.settings.scoring, self.settings.reference]
+        return (0, 0, 0) if kind.whole else (launches, 1, 0 if counted else 1)
 
     def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
         schedule, found = Schedule.of(self.settings), []

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cocodiff.attention.ring import LAG
+from cocodiff.attention.ring import LAG, LAST_PIECES
 from cocodiff.attention.streaming import head_runs
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.planner.traffic import Traffic, Wires
@@ -98,20 +98,23 @@ def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires
             step.send(*pair, sizes_G[owners_G])
             parts.send(*pair, grid.rounds * sizes_G[owners_G])
     parts_s = [0.0, *(step.seconds() + message_s for step in steps[1:])]
-    return Ring([queries, parts, keys], partial(token_seconds, (*queries_s, 0.0), parts_s, keys_s))
+    pieces = min(LAST_PIECES, *layouts[0].heads)
+    return Ring([queries, parts, keys], partial(token_seconds, (*queries_s, 0.0), parts_s, keys_s, pieces))
 
 
 def token_seconds(
-    queries_s: Sequence[float], parts_s: Sequence[float], keys_s: Sequence[float], a_block: float
+    queries_s: Sequence[float], parts_s: Sequence[float], keys_s: Sequence[float], pieces: int, a_block: float
 ) -> float:
     """Return the seconds of a token ring, in the order of `TokenRing`.
 
-    Partial results of a step leave with the next step, and may arrive LAG steps later.
+    Partial results of a step leave with the next step, and may arrive LAG steps later. Those of the last step leave
+    piece by piece.
 
     Args:
         queries_s: seconds in which queries are passed on within nodes, by step
         parts_s: seconds in which partial results return, by step
         keys_s: seconds in which keys and values are passed on between nodes
+        pieces: number of pieces of the last step
         a_block: seconds of attention to one block
     """
     at, part_s, arrivals = 0.0, 0.0, [0.0] * (LAG + 1)
@@ -122,7 +125,7 @@ def token_seconds(
                 arrivals.append(at + part_s)
             at, part_s = max(at + max(a_block, query_s), arrivals[-1 - LAG]), next_s
         at = max(at, began + key_s)
-    return max(at + part_s, *arrivals)
+    return max(at + part_s / pieces, at + part_s - (1 - 1 / pieces) * a_block, *arrivals)
 
 
 def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:

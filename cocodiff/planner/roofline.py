@@ -54,7 +54,7 @@ MORE = {
 
 
 def started(op: str, numbers: float, parts: Sequence[str] = ()) -> float:
-    """Return the instructions that an operation of `kernels` starts for a tensor of so many elements; 0 for `select`.
+    """Return the instructions that an operation of `kernels` starts for a tensor of so many elements; 0 for `choose`.
 
     parts: keys of MORE.
     """

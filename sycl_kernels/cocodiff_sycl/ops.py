@@ -23,7 +23,9 @@ CHECK_INDICES = "COCODIFF_CHECK_INDICES"  # environment variable: check indices 
 ADDRESS = numbers_of(1)
 NOWHERE = ADDRESS.pack(0)
 FACTOR = struct.Struct("=f4x")  # a float32, passed with the addresses because it differs in each step
-# Arguments of the codecs' operations: the named tuples of `cocodiff.kernels.residual` and `cocodiff.kernels.lossless`.
+# Arguments of operations: the named tuples of `cocodiff.kernels.residual` and `cocodiff.kernels.lossless`.
+Candidates = tuple[Tensor, Tensor, tuple[tuple[int, int], ...]]
+RowOrder = tuple[Tensor, Tensor, Tensor]
 Reconstructions = tuple[Tensor, Tensor | None]
 Prediction = tuple[float, bool, bool]
 Onward = tuple[float, Tensor]
@@ -123,18 +125,26 @@ class SyclOps:
 
     # Arithmetic -----------------------------------------------------------------------------------------------------
 
-    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> tuple[Tensor, Tensor]:
+    def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> Tensor:
         plan, addresses = self._plans.of(self._plans.l1_score, (v_BLHD, reference_BLHD), renew)
         make = torch.empty if plan.launches else torch.zeros
-        change_BL, norm_BL = (make(v_BLHD.shape[:2], dtype=torch.float32, device=self.device) for _ in range(2))
-        self._launch(plan, addresses, change_BL, norm_BL)
-        return change_BL, norm_BL
+        scores_2BL = make(2, *v_BLHD.shape[:2], dtype=torch.float32, device=self.device)
+        self._launch(plan, addresses, *scores_2BL)
+        return scores_2BL
 
-    def select(self, score_BN: Tensor, k: int) -> Tensor:
-        plan, addresses = self._plans.of(self._plans.select, (score_BN,), k)
-        chosen_BK = torch.empty(len(score_BN), k, dtype=torch.int64, device=self.device)
-        self._launch(plan, addresses, chosen_BK, self._scratch(258 * len(score_BN)))
-        return chosen_BK
+    def choose(self, scores: Tensor, among: Candidates, share: float | None, threshold: float) -> Tensor:
+        place_CT, begin_M, _ = among
+        plan, addresses = self._plans.of(self._plans.choose, (scores, place_CT, begin_M), share, threshold)
+        active_T = torch.empty(place_CT.shape[1] + 1, dtype=torch.uint8, device=self.device)
+        self._launch(plan, addresses, active_T, self._scratch(258 * (len(begin_M) - 1)))
+        return active_T
+
+    def compact(self, active_T: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
+        _, last_R, table_KN = order
+        plan, addresses = self._plans.of(self._plans.compact, (active_T, *order))
+        chosen_KN, end_R = torch.empty_like(table_KN), torch.empty_like(last_R)
+        self._launch(plan, addresses, chosen_KN, end_R)
+        return chosen_KN, end_R
 
     def _scratch(self, numbers: int) -> Tensor:
         """Return scratch memory for one launch, int64 [numbers or more].

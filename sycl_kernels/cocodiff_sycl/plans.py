@@ -27,7 +27,7 @@ STREAM_STRIP = 2 + RUN * TOKENS * 28 // 32  # room of a strip before it is joine
 STREAM_ADDRESSES = 12  # addresses and factors that structs of the lossless codec begin with
 FEW_TILES = 1024  # up to this number, each tile of a block adds up the sizes of those before it to find its place
 NOTES = 4  # counters of a tensor's codec
-SELECT_ITEMS = 256  # work-items that search one row of scores on a GPU
+SELECT_ITEMS = 256  # work-items that choose in one set of tokens on a GPU, or find one rank's rows
 GROUP_BYTES = 8 * 1024, 32 * 1024  # least bytes (starting costs) and most bytes of a tensor for a CPU's work-item
 
 
@@ -86,18 +86,39 @@ class Plans:
         values = L, *of_v[:3], *of_reference[:3], runs, numbers, int(renew)
         return self._of_rows(f"l1_score_{DTYPES[v_BLHD.dtype]}", 4, rows, row_bytes, values)
 
-    def select(self, score_BN: Tensor, k: int) -> Plan:
-        """Return the plan of `select`."""
-        op = "select"
-        check_dims(op, "score", score_BN, 2)
-        self._check_kind(op, "score", score_BN, torch.float32)
-        check_last_stride(op, "score", score_BN)
-        B, N = score_BN.shape
-        if not 0 <= k <= N:
-            raise ValueError(f"{op}: k is {k} of {N} scores: give 0 to {N}")
+    def choose(self, scores: Tensor, place_CT: Tensor, begin_M: Tensor, share: float | None, threshold: float) -> Plan:
+        """Return the plan of `choose`."""
+        op = "choose"
+        check_dims(op, "scores", scores, 1)
+        self._check_kind(op, "scores", scores, torch.float32)
+        check_last_stride(op, "scores", scores)
+        self._check_tables(op, place=place_CT, begin=begin_M)
+        columns, tokens = place_CT.shape
+        if share is None and columns < 2:
+            raise ValueError(f"{op}: a threshold needs the places of norms too: give two columns of places")
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"{op}: a share of {share} of the tokens stays: give 0 to 1")
+        bits = struct.unpack("=2q", struct.pack("=2d", share or 0.0, threshold))
         items = 1 if self._library.lanes == 1 else SELECT_ITEMS
-        values = score_BN.stride(0), N, k
-        return self._plan("select_largest", 3, B if k else 0, items, values)
+        return self._plan("choose_tokens", 5, len(begin_M) - 1, items, (tokens, int(share is not None), *bits))
+
+    def compact(self, active_T: Tensor, token_N: Tensor, last_R: Tensor, table_KN: Tensor) -> Plan:
+        """Return the plan of `compact`."""
+        op = "compact"
+        self._check_kind(op, "active", active_T, torch.uint8)
+        check_last_stride(op, "active", active_T)
+        self._check_tables(op, token=token_N, last=last_R, table=table_KN)
+        (columns, rows), ranks = table_KN.shape, len(last_R)
+        check_shape(op, "token", token_N, (rows,))
+        groups, items = (1, 1) if self._library.lanes == 1 else (ranks, SELECT_ITEMS)
+        return self._plan("compact_rows", 6, groups, items, (ranks, rows, columns, ranks // groups))
+
+    def _check_tables(self, op: str, **tables: Tensor) -> None:
+        """Raise ValueError unless the tensors are int64, on the device and contiguous."""
+        for name, table in tables.items():
+            self._check_kind(op, name, table, torch.int64)
+            if not table.is_contiguous():
+                raise ValueError(f"{op}: {name} must be contiguous, not of strides {table.stride()}")
 
     def qk_norm_rope(
         self,

@@ -54,6 +54,33 @@ def test_a_block_travels_while_the_one_before_is_attended_to(monkeypatch):
     Ranks(World(3), ring=3, local=lambda rank: Waiting()).call([RUN[0]])
 
 
+def test_results_of_the_last_queries_return_while_a_token_ring_attends_to_their_other_heads(monkeypatch):
+    """The last piece is not begun before everybody's first one has come: that must not hold anybody up."""
+    came, post = [threading.Event() for _ in range(3)], LoopbackGroup.send_recv
+    heads_of = [0, 0, 0]  # by rank, heads of the last step that were attended to
+
+    def send_recv(group: LoopbackGroup, sends: Any, recvs: Any) -> Any:
+        pending = post(group, sends, recvs)
+        if recvs and recvs[0][0].dim() == 4 and recvs[0][0].shape[2] < 16:
+            pending.wait()
+            came[group.ranks[group.index]].set()
+        return pending
+
+    class Waiting(LocalAttention):
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
+
+        def part(self, q_BLHD: Any, *more: Any) -> Any:
+            heads_of[self._rank] += q_BLHD.shape[2] % 16
+            if heads_of[self._rank] == 16:
+                assert all(event.wait(20.0) for event in came)
+            return super().part(q_BLHD, *more)
+
+    monkeypatch.setattr(LoopbackGroup, "send_recv", send_recv)
+    Ranks(World(3, heads=16), ring=3, ring_kind="token", local=Waiting).call([RUN[0]])
+    assert heads_of == [16, 16, 16]
+
+
 @pytest.mark.parametrize("kind", ["token", "streaming"])
 @pytest.mark.parametrize(
     "lossy",
@@ -84,11 +111,13 @@ def test_within_a_node_both_directions_of_a_link_carry_something():
 
 
 def test_token_moves_by_hand():
-    """Queries of 1 s hide attention of 0.5 s; parts of 2 s may be LAG steps late, and the last are waited for."""
+    """Queries of 1 s hide attention of 0.5 s; parts of 2 s may be LAG steps late, and the last are waited for, of which
+    the first of four pieces leaves after a fourth of the attention."""
     moves = (1.0, 1.0, 1.0, 0.0), (0.0, 2.0, 2.0, 2.0), ()
-    assert LAG == 2 and token_seconds(*moves, 0.5) == 3.5 + 2.0
-    assert token_seconds((0.0,), (0.0,), (5.0,), 0.5) == 5.5  # a rank on each of two nodes: a ring of keys
-    assert token_seconds(*moves, 10.0) == 42.0
+    assert LAG == 2 and token_seconds(*moves, 1, 0.5) == 3.5 + 2.0
+    assert token_seconds(*moves, 4, 0.5) == 3.125 + 2.0
+    assert token_seconds((0.0,), (0.0,), (5.0,), 1, 0.5) == 5.5  # a rank on each of two nodes: a ring of keys
+    assert token_seconds(*moves, 1, 10.0) == 42.0 and token_seconds(*moves, 4, 10.0) == 40.5
 
 
 def test_streaming_moves_by_hand():

@@ -21,13 +21,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
 
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.attention.v_major.selection import Cards, Drift, DriftNotes, Schedule, Selection, stable_tokens
+from cocodiff.attention.v_major.selection import Cards, Drift, DriftNotes, Schedule, Selection
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.machine import Machine, Topology
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import merge_notes
 from cocodiff.kernels import Kernels
+from cocodiff.kernels.residual import Candidates
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segment, Segments
@@ -209,10 +210,10 @@ def test_what_travels_is_what_was_selected(scoring, reference):
 
 
 def test_ties_go_to_the_first_positions():
-    score = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0]])
-    assert stable_tokens(score, 0.4, Kernels()).tolist() == [[False, True, True, False, False]]
-    assert stable_tokens(score, 0.8, Kernels()).tolist() == [[True, True, True, False, True]]
-    assert stable_tokens(score, 0.39, Kernels()).tolist() == [[False, True, False, False, False]]
+    among = Candidates.of_sets([torch.arange(5).view(1, 1, 5)], torch.device("cpu"))
+    for share, active in ((0.4, [1, 0, 0, 1, 1]), (0.8, [0, 0, 0, 1, 0]), (0.39, [1, 0, 1, 1, 1])):
+        scores = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
+        assert Kernels().choose(scores, among, share, 0.0).tolist() == [*active, 1]
 
 
 def test_schedules_over_twenty_steps():
@@ -235,13 +236,13 @@ def test_on_cards_of_one_tile_a_fraction_tells_what_travels_without_the_device(f
     """Nothing of a tensor is read by the host, and the choice is the one for which it reads the numbers of rows."""
     topology = Topology.build(SINGLE, 3)
     layout = Layout.build(topology, image_and_text(41, 7), 6)
-    cards = Cards.build(topology, layout, torch.device("cpu"))
-    score_BS = torch.rand(2, 41, generator=torch.Generator().manual_seed(0))
-    active_BS = cards.active(score_BS, score_BS, fraction, 0.0, Kernels("torch"))
-    expected = Selection.build(active_BS, layout, replace(cards, single=False), fraction)
+    cards, kernels = Cards.build(topology, layout, 2, 1, torch.device("cpu"), False, 0), Kernels("torch")
+    scores = torch.rand(2 * 41, generator=torch.Generator().manual_seed(0))
+    active_T = kernels.choose(scores, cards.among, fraction, 0.0)
+    expected = Selection.build(active_T, layout, 2, replace(cards, single=False), fraction, kernels)
     for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, None)
-    chosen = Selection.build(active_BS, layout, cards, fraction)
+    chosen = Selection.build(active_T, layout, 2, cards, fraction, kernels)
     monkeypatch.undo()
     assert chosen.layout == expected.layout and torch.equal(chosen.arriving, expected.arriving)
     assert all(map(torch.equal, chosen.of_rank, expected.of_rank))
@@ -277,8 +278,8 @@ def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_ru
         notes.ensure_step(0)
         for layer_key in range(4):
             change_BN, norm_BN = torch.full((2, 5), 0.5), torch.full((2, 5), float(1 + layer_key))
-            notes.scored(1, change_BN, norm_BN)
-            notes.chosen(1, torch.tensor([[True, False, True, True, False]] * 2))
+            notes.scored(1, torch.stack([change_BN, norm_BN]))
+            notes.chosen(1, 10, 4)
         if run < 2:
             notes.sync_to_host()
             assert not sums_on_the_device(notes)

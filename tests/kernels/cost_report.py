@@ -126,7 +126,12 @@ def report(device: str, ocloc: Ocloc) -> list[Row]:
 
 def row_of(usage: Usage, path: str) -> Row:
     """path: the assembly whose hot loop counts."""
-    if usage.name in ("select_largest", "stream_begins", "join_strips"):  # bound by latency: no loop to count
+    if usage.name in (
+        "choose_tokens",
+        "compact_rows",
+        "stream_begins",
+        "join_strips",
+    ):  # bound by latency: no loop to count
         return Row(usage, None, 0, 0)
     loop = hot_loop(path)
     if usage.name.startswith("move_rows"):

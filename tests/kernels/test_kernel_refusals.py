@@ -10,11 +10,13 @@ from cocodiff_sycl.ops import SyclOps
 
 from cocodiff.kernels import Rows
 from cocodiff.kernels.lossless import Known
-from cocodiff.kernels.residual import NOTES, Prediction, Reconstructions
+from cocodiff.kernels.residual import NOTES, Candidates, Prediction, Reconstructions, RowOrder
 
 X_BLHD, CODE_BLHW = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 5, dtype=torch.uint8)
 LAST, NOTES_N = Reconstructions(torch.zeros_like(X_BLHD)), torch.zeros(NOTES, dtype=torch.int64)
 INDEX = torch.tensor([2])  # of tensors with different numbers of rows
+AMONG = Candidates.of_sets([torch.arange(4).view(1, 2, 2)], INDEX.device)
+ORDER, ACTIVE = RowOrder(torch.arange(4), torch.tensor([3]), torch.zeros(2, 4).long()), torch.zeros(5).byte()
 
 
 def encoded(s: SyclOps, known: Reconstructions = LAST, bits: int = 4, notes_N: torch.Tensor = NOTES_N) -> None:
@@ -32,8 +34,14 @@ def losslessly(s: SyclOps, x_BLHD: torch.Tensor) -> None:
         (lambda s: s.l1_score(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)), "reference is [1, 2, 3, 5]"),
         (lambda s: s.l1_score(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).half()), "reference is torch.float16"),
         (lambda s: s.l1_score(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)), "3 dimensions"),
-        (lambda s: s.select(torch.zeros(1, 4), 5), "k is 5 of 4"),
-        (lambda s: s.select(torch.zeros(1, 4).half(), 1), "float16"),
+        (lambda s: s.choose(torch.zeros(4), AMONG, 1.5, 0.0), "share of 1.5"),
+        (lambda s: s.choose(torch.zeros(4), AMONG, None, 0.5), "two columns"),
+        (lambda s: s.choose(torch.zeros(4).half(), AMONG, 0.5, 0.0), "float16"),
+        (lambda s: s.choose(torch.zeros(8)[::2], AMONG, 0.5, 0.0), "stride 2"),
+        (lambda s: s.compact(torch.zeros(5), ORDER), "active is torch.float32"),
+        (lambda s: s.compact(ACTIVE, ORDER._replace(token_N=torch.zeros(3, dtype=torch.int64))), "token is [3]"),
+        (lambda s: s.compact(ACTIVE, ORDER._replace(last_R=torch.zeros(1))), "last is torch.float32"),
+        (lambda s: s.compact(ACTIVE, ORDER._replace(token_N=torch.arange(8)[::2])), "token must be contiguous"),
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 4), None, None, (), "twisted"), "unknown layout 'twisted'"),
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 5), None, None, (), "none"), "5 numbers"),
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 4), None, None, (torch.zeros(2, 4),), "pairs"), "1 rotary"),

@@ -1,7 +1,9 @@
-"""Movement, l1_score and select with the very bits of torch, whatever the shapes and strides; qk_norm_rope and
+"""Movement, l1_score, choose and compact with the very bits of torch, whatever the shapes and strides; qk_norm_rope and
 merge_partials within 1 ulp of the dtype, 4 in float32."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from kernel_helpers import DTYPES, dtypes, forms, placed, quick, random_BLHD, same_as_torch, seeds, shapes_of
 
 from cocodiff.kernels import Rows
+from cocodiff.kernels.residual import Candidates, RowOrder
 
 head_dims = st.sampled_from((1, 2, 3, 7, 8, 16, 18, 31, 32, 64, 72, 130))
 even_dims = st.sampled_from((2, 6, 14, 16, 18, 32, 34, 64, 72, 128, 130))
@@ -92,19 +95,77 @@ def test_l1_score_of_huge_rows(sycl: SyclOps, dtype):
     same_as_torch(sycl, "l1_score", *(random_BLHD(n, (1, 2, 3, 100_003), dtype) for n in range(2)))
 
 
-@given(data=st.data(), B=st.integers(1, 3), N=st.integers(1, 600), distinct=st.integers(1, 50), seed=seeds)
+@given(
+    data=st.data(),
+    cards=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    B=st.integers(1, 3),
+    distinct=st.integers(1, 50),
+    share=st.none() | st.floats(0, 1),
+    threshold=st.floats(0, 2),
+    seed=seeds,
+)
 @quick
-def test_select(sycl: SyclOps, data, B, N, distinct, seed):
-    score_BN = torch.randint(-distinct, distinct, (B, N), generator=torch.Generator().manual_seed(seed)).float() / 3
+def test_choose(sycl: SyclOps, data, cards, B, distinct, share, threshold, seed):
+    """Of cards with like and unlike numbers of tokens, whose scores and norms lie anywhere among others."""
+    generator, columns = torch.Generator().manual_seed(seed), 2 if share is None else data.draw(st.integers(1, 2))
+    count = columns * B * sum(cards) + 3
+    scores = torch.randint(-distinct, distinct, (count,), generator=generator).float() / 3
     for special in data.draw(st.lists(st.sampled_from((float("nan"), float("inf"), -0.0, 1e-42)), max_size=3)):
-        score_BN[:, data.draw(st.integers(0, N - 1))] = special
-    same_as_torch(sycl, "select", score_BN, data.draw(st.integers(0, N)))
+        scores[data.draw(st.integers(0, count - 1))] = special
+    sizes, start = [columns * B * tokens for tokens in cards], torch.randperm(count, generator=generator)
+    places = [x.view(columns, B, tokens) for x, tokens in zip(start[:-3].split(sizes), cards, strict=True)]
+    choose(sycl, scores, places, share, threshold)
 
 
-def test_select_takes_the_later_of_equal_scores(sycl: SyclOps):
-    assert sycl.select(torch.tensor([[1.0, 2.0, 1.0, 1.0]]), 2).tolist() == [[1, 3]]
-    assert sycl.select(torch.zeros(1, 5), 3).tolist() == [[2, 3, 4]]
-    same_as_torch(sycl, "select", torch.rand(2, 70_000).round(decimals=3), 30_000)
+def choose(sycl: SyclOps, scores: torch.Tensor, places: list[torch.Tensor], *how: float | None) -> torch.Tensor:
+    """What is chosen, after a comparison."""
+    among = Candidates.of_sets(places, scores.device)
+    tensors = scores, among.place_CT, among.begin_M
+
+    def run(ops: Any, scores: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        return ops.choose(scores, Candidates(*tables, among.sizes), *how)
+
+    return same_as_torch(sycl, run, *tensors)[0]
+
+
+def test_choose_takes_the_later_of_equal_scores(sycl: SyclOps):
+    places = [torch.tensor([[[0, 1, 2, 3]]]), torch.tensor([[[4, 5, 6]]])]
+    assert choose(sycl, torch.tensor([1.0, 2.0, 1.0, 1.0, 0, 0, 0]), places, 0.5, 0.0).tolist() == [
+        0,
+        1,
+        0,
+        1,
+        0,
+        1,
+        1,
+        1,
+    ]
+    many = torch.rand(140_000, generator=torch.Generator().manual_seed(0)).round(decimals=3)
+    choose(sycl, many, [torch.arange(140_000).view(1, 2, 70_000)], 0.6, 0.0)
+    choose(sycl, many, [torch.arange(140_000).view(2, 2, 35_000)], None, 0.9)
+
+
+@given(
+    data=st.data(), rows=st.lists(st.integers(1, 400), min_size=1, max_size=5), columns=st.integers(1, 3), seed=seeds
+)
+@quick
+def test_compact(sycl: SyclOps, data, rows, columns, seed):
+    """Rows of several ranks, of which any number travels."""
+    generator, total = torch.Generator().manual_seed(seed), sum(rows)
+    active_T = torch.randint(0, 2, (total + 1,), generator=generator).mul(data.draw(st.integers(0, 1))).to(torch.uint8)
+    active_T[-1] = 1
+    token_N = torch.randint(0, total + data.draw(st.integers(0, 1)), (total,), generator=generator)
+    table_KN = torch.randint(-9, 99, (columns, total), generator=generator)
+
+    def run(ops: Any, active_T: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
+        chosen_KN, end_R = ops.compact(active_T, RowOrder(*tables))
+        return [end_R, chosen_KN[:, : int(end_R[-1])]]
+
+    last_R = torch.tensor(rows).cumsum(0) - 1
+    end_R, chosen_KN, *_ = same_as_torch(sycl, run, active_T, token_N, last_R, table_KN)
+    travels = [table_KN[:, row].tolist() for row in range(total) if active_T[token_N[row]]]
+    assert chosen_KN.T.tolist() == travels
+    assert end_R.tolist() == [int(active_T[token_N[: last + 1]].sum()) for last in last_R.tolist()]
 
 
 @given(

@@ -203,6 +203,11 @@ def take_reports() -> list[str]:
     return list(_extension.take_reports())
 
 
+def take_launched() -> list[str]:
+    """What this thread has launched since it last called this, in order; "wait" where it waited for a device."""
+    return list(_extension.take_launched())
+
+
 def launch(
     stream: torch.Stream, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], object]
 ) -> None:

@@ -529,5 +529,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("host_view", &on_host);
   m.def("launch_function", &launch_function);
   m.def("take_reports", &take_reports);
+  m.def("take_launched", &take_launched);
   m.def("stop", &stop, py::call_guard<py::gil_scoped_release>());
 }

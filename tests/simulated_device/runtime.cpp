@@ -49,6 +49,7 @@ using Lock = std::lock_guard<std::mutex>;
 thread_local int device_here = 0;
 thread_local std::map<int, Stream*> stream_here;
 thread_local Clock host_clock;  // what this thread has waited for
+thread_local std::vector<std::string> launched;  // what this thread has launched, "wait" where it waited, in order
 
 Stream* make_stream(int device, int64_t id) {
   auto& streams = the().streams;
@@ -329,7 +330,10 @@ void launch(Stream* stream, const std::string& what, const std::vector<Use>& use
   std::string told = what + python_lines();
   Lock lock(the().lock);
   launch_locked(stream, told, uses, std::move(task));
+  launched.push_back(what);
 }
+
+std::vector<std::string> take_launched() { return std::exchange(launched, {}); }
 
 Mark mark(Stream* stream) {
   Lock lock(the().lock);
@@ -345,6 +349,7 @@ void wait(Stream* stream, const Mark& mark) {
 void synchronize(const Mark& mark) {
   mark.reached.wait();
   join(host_clock, mark.clock);
+  launched.push_back("wait");
   raise_error();
 }
 

@@ -121,6 +121,7 @@ std::pair<size_t, size_t> memory(int device);  // bytes in use, and in all
 void empty_cache();                            // gives back what is not in use
 
 std::vector<std::string> take_reports();
+std::vector<std::string> take_launched();  // what the calling thread has launched since it was last asked, see runtime.cpp
 void stop();  // ends all streams' threads, once their queues are empty
 
 }  // namespace simulated

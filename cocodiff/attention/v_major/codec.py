@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import LayerCall, LayerState
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks, staying
+from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.config.errors import UserError
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
@@ -34,7 +34,7 @@ from cocodiff.exchange.messages import BlockSet, Payload
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
-from cocodiff.topology.layout import Layout, slices
+from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
 
 
@@ -75,7 +75,7 @@ class VMajor(Codec):
         by_source = settings.scoring == "source"
         self._call: type[SelectiveCall] = SourceCall if by_source else CardCall
         self.transfer = SelectiveTransfer if by_source else CardTransfer
-        self._cards: dict[tuple[Layout, torch.device], Cards] = {}
+        self._cards: dict[tuple[Layout, int, torch.device], Cards] = {}
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return self._call(self, exchange, layout, layer_key)
@@ -98,12 +98,18 @@ class VMajor(Codec):
         """The stable fraction r(t) of this step; None if a threshold decides."""
         return self.schedule.stable_fraction(self.moment.step, self.moment.steps or 0)
 
-    def cards(self, layout: Layout, device: torch.device) -> Cards:
-        """Return the tokens of every card that may stay, computed once for each layout and device."""
+    @property
+    def columns(self) -> int:
+        """The number of values that decide on a token: its change, and for a threshold its norm."""
+        return 2 if self.schedule.kind == "threshold" else 1
+
+    def cards(self, layout: Layout, batch: int, device: torch.device) -> Cards:
+        """Return the tokens of every card that may stay, computed once for each layout, batch size and device."""
         assert self._exchange is not None, "one rank alone selects nothing"
-        key = layout, device
+        key, by_card = (layout, batch, device), self._call is CardCall
         if key not in self._cards:
-            self._cards[key] = Cards.build(self._exchange.topology, layout, device)
+            arguments = self._exchange.topology, layout, batch, self.columns, device, by_card, self.rank
+            self._cards[key] = Cards.build(*arguments)
         return self._cards[key]
 
 
@@ -161,8 +167,8 @@ class SelectiveCall(LayerCall, ABC):
         else:
             self.score(v_BNHD)
 
-    def score(self, v_BNHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change and norm of every token against the reference, float32 [B, N], and record them in the
+    def score(self, v_BNHD: Tensor) -> Tensor:
+        """Return the change and norm of every token against the reference, float32 [2, B, N], and record them in the
         profile.
 
         At full steps, and if the reference is "prev", the same pass makes v the reference.
@@ -170,16 +176,29 @@ class SelectiveCall(LayerCall, ABC):
         assert self.state.reference is not None, "a selective step follows a full one"
         with self._trace.span("score", "select", self._layer):
             renew = self.full or self._codec.reference == "prev"
-            change_BN, norm_BN = self._kernels.l1_score(v_BNHD, self.state.reference, renew)
-        self._codec.drift.scored(self._codec.moment.step, change_BN, norm_BN)
-        return change_BN, norm_BN
+            scores_2BN = self._kernels.l1_score(v_BNHD, self.state.reference, renew)
+        self._codec.drift.scored(self._codec.moment.step, scores_2BN)
+        return scores_2BN
 
-    def gather(self, own_BN: Tensor, parts_BN: list[Tensor]) -> None:
+    def choose_tokens(self, scores: Tensor, cards: Cards) -> Tensor:
+        """Return which of this rank's candidates are sent, see `Kernels.choose`."""
+        schedule = self._codec.schedule
+        return self._kernels.choose(scores.flatten(), cards.among, self._codec.fraction, schedule.threshold)
+
+    def gather(self, own_N: Tensor, parts_N: Sequence[Tensor]) -> None:
         """Gather every rank's scores or selection, on the calling lane. The bytes count as bytes of attention."""
         with self._trace.span("gather selection", "select", self._layer):
-            self._codec.ranks.world.all_gather(own_BN.contiguous(), parts_BN).wait()
-        for peer in range(len(parts_BN)):
-            self._exchange.port.count(peer, own_BN.nbytes)
+            self._codec.ranks.world.all_gather(own_N, list(parts_N)).wait()
+        for peer in range(len(parts_N)):
+            self._exchange.port.count(peer, own_N.nbytes)
+
+    def select(self, active_T: Tensor, batch: int, cards: Cards, noted: Sequence[int]) -> Selection:
+        """Return the rows that are sent, and record the choice among the tokens of some ranks in the profile."""
+        codec, layout = self._codec, self.layout
+        selection = Selection.build(active_T, layout, batch, cards, codec.fraction, self._kernels)
+        stable = sum(batch * layout.rows[rank] - len(selection.of_rank[rank]) for rank in noted)
+        codec.drift.chosen(codec.moment.step, batch * sum(layout.may_stay[rank] for rank in noted), stable)
+        return selection
 
 
 class SelectiveTransfer(Transfer):
@@ -223,30 +242,22 @@ class SourceCall(SelectiveCall):
 
     def _choose(self, own_BNHD: Tensor) -> Selection:
         """Score, gather all ranks' scores, and choose the rows to send."""
-        codec, layout, batch = self._codec, self.layout, len(own_BNHD)
-        change_BN, norm_BN = self.score(own_BNHD)
-        columns = 2 if codec.schedule.kind == "threshold" else 1
-        sent = torch.stack([change_BN, norm_BN][:columns])
-        parts = [sent.new_empty(columns, batch, tokens) for tokens in layout.may_stay]
-        self.gather(sent, parts)
-        of_all = torch.cat(parts, 2)
-        cards, threshold = codec.cards(layout, of_all.device), codec.schedule.threshold
-        active_BS = cards.active(of_all[0], of_all[-1], codec.fraction, threshold, self._kernels)
-        codec.drift.chosen(codec.moment.step, active_BS[:, slices(layout.may_stay)[codec.rank]])
-        return Selection.build(active_BS, layout, cards, codec.fraction)
+        batch, device, columns = len(own_BNHD), own_BNHD.device, self._codec.columns
+        sent = self.score(own_BNHD)[:columns].flatten()
+        sizes = [columns * batch * tokens for tokens in self.layout.may_stay]
+        of_all = sent.new_empty(sum(sizes))
+        self.gather(sent, of_all.split(sizes))
+        cards = self._codec.cards(self.layout, batch, device)
+        return self.select(self.choose_tokens(of_all, cards), batch, cards, [self._codec.rank])
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
         """Return the chosen rows. If the reference is "sent", packing v also writes the chosen rows to the
         reference."""
         if name != "v" or self._codec.reference != "sent":
             return super().chosen_rows(name, x_BLHD, index_N)
-        reference_BNHD, chosen = self.state.reference, self.layout.may_stay_slices[self._codec.rank]
+        reference_BNHD, kept_N = self.state.reference, self.selection().kept[self._codec.rank]
         assert reference_BNHD is not None, "a selective step follows a full one"
-        tokens, rows = reference_BNHD.shape[1], self.layout.rows[self._codec.rank]
-        row_N = index_N % rows - chosen.start
-        place_N = index_N // rows * tokens + row_N
-        place_N[(row_N < 0) | (row_N >= tokens)] = -1  # rows that may not stay have no reference
-        return Rows(x_BLHD.flatten(0, 1), index_N, reference_BNHD.flatten(0, 1), place_N)
+        return Rows(x_BLHD.flatten(0, 1), index_N, reference_BNHD.flatten(0, 1), kept_N)
 
 
 # Scoring by card ------------------------------------------------------------------------------------------------------
@@ -302,13 +313,15 @@ class CardCall(SelectiveCall):
         card, heads = scored_blocks(self._exchange.topology, self._codec.rank)
         if card[0] != self._codec.rank:
             return None
-        rows = [
-            torch.cat(
-                [dense(on_card.blocks[Block(rank, head)][0])[:, self.layout.may_stay_slices[rank]] for head in heads], 2
-            )
-            for rank in card
-        ]
-        return torch.cat(rows, 1)
+        layout, parts, places = self.layout, list[Tensor](), list[Tensor]()
+        some = dense(on_card.blocks[Block(card[0], heads[0])][0])
+        sizes = [layout.may_stay[rank] for rank in card], [layout.heads[head] for head in heads]
+        scored_BNHD = some.new_empty(len(some), *map(sum, sizes), some.shape[-1])
+        for rank, rows_BNHD in zip(card, scored_BNHD.split(sizes[0], 1), strict=True):
+            places += rows_BNHD.split(sizes[1], 2)
+            parts += [dense(on_card.blocks[Block(rank, head)][0])[:, layout.may_stay_slices[rank]] for head in heads]
+        self._kernels.unpack(parts, places)
+        return scored_BNHD
 
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
         """Choose rows, and return the blocks of v with active rows for the second phase."""
@@ -328,27 +341,20 @@ class CardCall(SelectiveCall):
 
     def _choose(self, on_card: BlockSet) -> Selection:
         """Score this card's tokens, gather all cards' selections, and return the rows to send."""
-        codec, layout, topology = self._codec, self.layout, self._exchange.topology
-        scored_BNHD = self._scored_rows(on_card)
+        codec, layout = self._codec, self.layout
         some = dense(next(iter(on_card.blocks.values()))[0])
-        batch, own = len(some), torch.empty(0, dtype=torch.uint8, device=some.device)
+        cards, scored_BNHD = codec.cards(layout, len(some), some.device), self._scored_rows(on_card)
+        # At last a 1 for the rows that are always sent, see `Selection.build`.
+        active_T = torch.ones(len(some) * sum(layout.may_stay) + 1, dtype=torch.uint8, device=some.device)
+        own_N, noted = active_T[:0], list[int]()
         if scored_BNHD is not None:
-            change_BN, norm_BN = self.score(scored_BNHD)
-            active_BN = ~staying(change_BN, norm_BN, codec.fraction, codec.schedule.threshold, self._kernels)
-            codec.drift.chosen(codec.moment.step, active_BN)
-            if self.state.reference is not None and self._codec.reference == "sent":
-                self.state.reference[active_BN] = scored_BNHD[active_BN]
-            own = active_BN.to(torch.uint8)
-        scorers = [min(ranks) for ranks in topology.cards.values()]  # the first tile of every card
-        cards = codec.cards(layout, own.device)
-        of_scorer = dict(zip(scorers, cards.sizes, strict=True))
-        sizes = [batch * of_scorer.get(rank, 0) for rank in range(len(layout.rows))]
-        parts = list(own.new_empty(sum(sizes)).split_with_sizes(sizes))
-        self.gather(own.flatten(), parts)
-        active_BS = own.new_empty(batch, sum(layout.may_stay), dtype=torch.bool)
-        of_cards_BN = torch.cat([parts[rank].view(batch, -1) for rank in scorers], 1)  # a launch for all cards
-        active_BS[:, cards.all_S] = of_cards_BN.bool()
-        return Selection.build(active_BS, layout, cards, codec.fraction)
+            own_N = self.choose_tokens(self.score(scored_BNHD), cards)[:-1]
+            noted, _ = scored_blocks(self._exchange.topology, codec.rank)
+            if self.state.reference is not None and codec.reference == "sent":
+                chosen_BN11 = own_N.view(torch.bool).view(len(some), -1, 1, 1)
+                torch.where(chosen_BN11, scored_BNHD, self.state.reference, out=self.state.reference)
+        self.gather(own_N, active_T[:-1].split([len(some) * tokens for tokens in cards.tokens]))
+        return self.select(active_T, len(some), cards, noted)
 
 
 def dense(x_BLHD: Payload) -> Tensor:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Topology
 from cocodiff.kernels import Kernels
-from cocodiff.topology.layout import Layout, slices
+from cocodiff.kernels.residual import Candidates, RowOrder
+from cocodiff.topology.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -84,62 +85,55 @@ class Schedule:
         return min(1.0, max(0.0, shapes[self.kind]))
 
 
-def stable_tokens(score_BN: Tensor, fraction: float, kernels: Kernels) -> Tensor:
-    """Return the floor(N x fraction) tokens of each row with the smallest (score, position): bool [B, N]."""
-    tokens = score_BN.shape[1]
-    active_BK = kernels.select(score_BN.contiguous(), tokens - math.floor(tokens * fraction))
-    return torch.ones_like(score_BN, dtype=torch.bool).scatter_(1, active_BK, False)
-
-
-def staying(score_BN: Tensor, norm_BN: Tensor, fraction: float | None, threshold: float, kernels: Kernels) -> Tensor:
-    """Return the tokens of each row that stay, bool [B, N].
-
-    Args:
-        fraction: share of the tokens that stay; None to use the threshold.
-        threshold: tokens stay if their score is at most this number times the mean L1 norm of the row's tokens.
-    """
-    if fraction is None:
-        return score_BN.double() <= threshold * norm_BN.double().mean(1, keepdim=True)
-    return stable_tokens(score_BN, fraction, kernels)
-
-
 @dataclass(frozen=True)
 class Cards:
-    """The tokens of every card that may stay, on the device that chooses among them."""
+    """The tokens of every card that may stay, for one layout, batch size and device."""
 
-    sizes: tuple[int, ...]  # number of tokens of every card
-    all_S: Tensor  # their positions, card by card, ascending in each
-    # The same in one tensor [C, N] for all cards with the same number of tokens: one launch can choose in all of them.
-    alike: tuple[Tensor, ...]
-    rows: tuple[Tensor, Tensor, Tensor, Tensor]  # see `rows_in_order`
+    among: Candidates  # the tokens among which this rank chooses
+    order: RowOrder  # with three numbers for every row, see `order_of_rows`
+    tokens: tuple[int, ...]  # number of candidates of every rank's card, of those whose first tile the rank is
     single: bool  # True if every card has one tile, so that a fraction determines the number of each rank's rows
 
     @classmethod
-    def build(cls, topology: Topology, layout: Layout, device: torch.device) -> Cards:
-        """Compute the positions for a layout."""
-        of_rank = slices(layout.may_stay)
-        cards = [
-            torch.cat([torch.arange(of_rank[rank].start, of_rank[rank].stop) for rank in sorted(ranks)])
-            for ranks in topology.cards.values()
-        ]
-        of_size = by_key((len(positions), positions) for positions in cards)
-        alike = tuple(torch.stack(same).to(device) for same in of_size.values())
-        single = all(len(ranks) == 1 for ranks in topology.cards.values())
-        sizes = tuple(map(len, cards))
-        return cls(sizes, torch.cat(cards).to(device), alike, rows_in_order(layout, device), single)
+    def build(
+        cls,
+        topology: Topology,
+        layout: Layout,
+        batch: int,
+        columns: int,
+        device: torch.device,
+        by_card: bool,
+        rank: int,
+    ) -> Cards:
+        """Compute the places of tokens.
 
-    def active(
-        self, score_BS: Tensor, norm_BS: Tensor, fraction: float | None, threshold: float, kernels: Kernels
-    ) -> Tensor:
-        """Return the tokens that are sent, bool [B, S]: all except those that stay among their own card's, see
-        `staying`."""
-        active_BS = torch.ones_like(score_BS, dtype=torch.bool)
-        for positions_CN in self.alike:
-            chosen, tokens = positions_CN.flatten(), positions_CN.shape[1]
-            score_BN, norm_BN = (x_BS[:, chosen].view(-1, tokens) for x_BS in (score_BS, norm_BS))
-            stays_BN = staying(score_BN, norm_BN, fraction, threshold, kernels)
-            active_BS[:, chosen] = ~stays_BN.view(len(score_BS), -1)
-        return active_BS
+        Args:
+            columns: 2 if norms are gathered with scores, else 1.
+            by_card: True if the first tile of each card chooses among the card's tokens; False if every rank chooses
+                among all cards' tokens, from scores [columns, B, N] of one rank after the other.
+            rank: this rank.
+        """
+        numbers, start = [], 0
+        for count in layout.may_stay:
+            size = columns * batch * count
+            numbers.append(torch.arange(start, start + size).view(columns, batch, count))
+            start += size
+        cards = sorted(sorted(ranks) for ranks in topology.cards.values())
+        tokens = {ranks[0]: sum(layout.may_stay[one] for one in ranks) for ranks in cards}
+        if by_card:
+            own = columns, batch, tokens.get(rank, 0)
+            places = [torch.arange(math.prod(own)).view(own)]
+        else:
+            cards.sort(key=lambda ranks: tokens[ranks[0]])
+            places = [torch.cat([numbers[one] for one in ranks], 2) for ranks in cards]
+        among = Candidates.of_sets(places, device)
+        of_card = torch.arange(batch * sum(layout.may_stay)).split([batch * tokens[ranks[0]] for ranks in cards])
+        candidates: dict[int, Tensor] = {}
+        for ranks, card_N in zip(cards, of_card, strict=True):
+            parts = card_N.view(batch, -1).split([layout.may_stay[one] for one in ranks], 1)
+            candidates |= zip(ranks, parts, strict=True)
+        counts = tuple(tokens.get(one, 0) for one in range(topology.size))
+        return cls(among, order_of_rows(layout, batch, candidates, device), counts, len(cards) == topology.size)
 
 
 @dataclass(frozen=True)
@@ -148,57 +142,62 @@ class Selection:
 
     layout: Layout  # of the exchange of [1, rows, H, D], with the batch flattened
     of_rank: tuple[Tensor, ...]  # for every rank, indices of its rows in its flattened [B * L]
+    kept: tuple[Tensor, ...]  # the indices of the same rows in the rank's flattened reference; -1 if they are not there
     arriving: Tensor  # indices of all ranks' rows in the flattened [B * S], in the order of the sequence
 
     def contained_tensors(self) -> tuple[Tensor, ...]:
-        return (*self.of_rank, self.arriving)
+        return (*self.of_rank, *self.kept, self.arriving)
 
     @classmethod
-    def build(cls, active_BS: Tensor, layout: Layout, cards: Cards, fraction: float | None) -> Selection:
+    def build(
+        cls, active_T: Tensor, layout: Layout, batch: int, cards: Cards, fraction: float | None, kernels: Kernels
+    ) -> Selection:
         """Build the selection. A rank's rows are ordered by batch entry, then in the model's order.
 
         The host waits for the device once, for the numbers of rows. On cards of one tile a fraction determines these.
 
         Args:
-            active_BS: bool, True for tokens that are sent, of those that may stay.
+            active_T: uint8, 1 for candidates that are sent, in the order of the cards and at last a 1.
             fraction: share of a card's tokens that stay; None if a threshold decides.
         """
-        token_S, turn_S, first_S, rows_of = cards.rows
-        batch, ranks, places = len(active_BS), layout.in_sequence, len(token_S)
-        travels_BS = active_BS.index_select(1, token_S.clamp(min=0)) | (token_S < 0)
-        # Rank by rank, and for each rank one batch entry after the other; rows that stay come last.
-        turn_N, order_N = torch.where(travels_BS, turn_S, len(ranks)).flatten().sort(stable=True)
+        chosen_3N, end_R = kernels.compact(active_T, cards.order)
+        ranks = layout.in_sequence
         if cards.single and fraction is not None:
             stay = [math.floor(layout.may_stay[rank] * fraction) for rank in ranks]
             in_turn = [batch * (layout.rows[rank] - left) for rank, left in zip(ranks, stay, strict=True)]
         else:
-            counts = torch.zeros(len(ranks) + 1, dtype=torch.long, device=turn_N.device)
-            in_turn = counts.scatter_add_(0, turn_N, torch.ones_like(turn_N)).tolist()[:-1]
-        arriving_N = order_N[: sum(in_turn)]
-        place_N, turn_N = arriving_N % places, turn_N[: sum(in_turn)]
-        own_N = arriving_N // places * rows_of[turn_N] + place_N - first_S[place_N]
-        of_rank = dict(zip(ranks, zip(in_turn, own_N.split(in_turn), strict=True), strict=True))
-        counts_P, rows = zip(*(of_rank[rank] for rank in range(len(ranks))), strict=True)
-        return cls(layout.of_rows(counts_P), rows, arriving_N)
+            in_turn = [end - start for start, end in pairwise([0, *end_R.tolist()])]
+        arriving_N, own_N, kept_N = chosen_3N[:, : sum(in_turn)]
+        of_ranks = zip(in_turn, own_N.split(in_turn), kept_N.split(in_turn), strict=True)
+        of_rank = dict(zip(ranks, of_ranks, strict=True))
+        counts_P, rows, kept = zip(*(of_rank[rank] for rank in range(len(ranks))), strict=True)
+        return cls(layout.of_rows(counts_P), rows, kept, arriving_N)
 
 
-def rows_in_order(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four int64 tensors, the first three with a number for every row of the sequence.
+def order_of_rows(layout: Layout, batch: int, candidates: Mapping[int, Tensor], device: torch.device) -> RowOrder:
+    """Return the order of all ranks' rows, with a table of three numbers for every row.
 
-    [0]  its index among the tokens that may stay, rank by rank; -1 if it is always sent;
-    [1]  the turn of its rank in the sequence;
-    [2]  the first row of its rank;
-    [3]  for every rank in turn, its number of rows.
+    [0]  its index in the flattened [B * S];
+    [1]  its index in its rank's flattened [B * L];
+    [2]  its index among its rank's tokens that may stay, in their flattened [B * N]; -1 if it is always sent.
+
+    Args:
+        candidates: for every rank, its tokens that may stay as numbers among all candidates, [B, N].
     """
-    tokens = torch.full((sum(layout.rows),), -1)
-    turns, first, numbers = [], [], slices(layout.may_stay)
-    for turn, rank in enumerate(layout.in_sequence):
-        rows, own = layout.row_slices[rank], layout.may_stay_slices[rank]
-        tokens[rows][own] = torch.arange(numbers[rank].start, numbers[rank].stop)
-        turns.append(torch.full((rows.stop - rows.start,), turn))
-        first.append(torch.full((rows.stop - rows.start,), rows.start))
-    rows_of = torch.tensor([layout.rows[rank] for rank in layout.in_sequence])
-    return tokens.to(device), torch.cat(turns).to(device), torch.cat(first).to(device), rows_of.to(device)
+    always, tables = batch * sum(layout.may_stay), []
+    for rank in layout.in_sequence:
+        rows, own = layout.rows[rank], layout.may_stay_slices[rank]
+        table_4BL = torch.full((4, batch, rows), -1)
+        table_4BL[0] = always
+        table_4BL[0, :, own] = candidates[rank]
+        first_B1 = torch.arange(batch)[:, None] * sum(layout.rows) + layout.row_slices[rank].start
+        table_4BL[1] = first_B1 + torch.arange(rows)
+        table_4BL[2] = torch.arange(batch * rows).view(batch, rows)
+        table_4BL[3, :, own] = torch.arange(candidates[rank].numel()).view_as(candidates[rank])
+        tables.append(table_4BL.flatten(1))
+    table_4N = torch.cat(tables, 1).to(device)
+    last_R = torch.tensor([batch * layout.rows[rank] for rank in layout.in_sequence]).cumsum(0) - 1
+    return RowOrder(table_4N[0], last_R.to(device), table_4N[1:])
 
 
 def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
@@ -241,36 +240,31 @@ class DriftNotes:
 
     def __init__(self) -> None:
         self._steps: dict[int, Drift] = {}
-        self._sums: dict[tuple[str, int], list[Tensor]] = defaultdict(list)  # on the device, not yet in `_steps`
+        self._sums: dict[int, list[Tensor]] = defaultdict(list)  # on the device, not yet in `_steps`
 
     def ensure_step(self, step: int) -> None:
         """Make an entry for a step."""
-        if step not in self._steps and len({of for _, of in self._sums}) >= PENDING:
+        if step not in self._steps and len(self._sums) >= PENDING:
             self.sync_to_host()
         self._steps.setdefault(step, Drift())
 
-    def scored(self, step: int, change_BN: Tensor, norm_BN: Tensor) -> None:
-        """Add the scores of a call."""
+    def scored(self, step: int, scores_2BN: Tensor) -> None:
+        """Add the changes and norms of a call."""
         self.ensure_step(step)
-        self._sums["change", step].append(change_BN.sum(dtype=torch.float64))
-        self._sums["norm", step].append(norm_BN.sum(dtype=torch.float64))
+        self._sums[step].append(scores_2BN.sum((1, 2), dtype=torch.float64))
 
-    def chosen(self, step: int, active_BN: Tensor) -> None:
-        """Add the choice of a call."""
+    def chosen(self, step: int, tokens: int, stable: int) -> None:
+        """Add the choice of a call: the number of tokens that could stay, and of those that did."""
         self.ensure_step(step)
         noted = self._steps[step]
-        noted.tokens, noted.stable = noted.tokens + active_BN.numel(), noted.stable + active_BN.numel()
-        self._sums["active", step].append(active_BN.sum())
+        noted.tokens, noted.stable = noted.tokens + tokens, noted.stable + stable
 
     def sync_to_host(self) -> None:
         """Read the sums from the device. This is also called between runs, so that records of many runs take no more
         memory there."""
-        for (name, step), sums in self._sums.items():
-            noted, total = self._steps[step], sum(torch.stack(sums).tolist())
-            if name == "active":
-                noted.stable -= total
-            else:
-                setattr(noted, name, getattr(noted, name) + total)
+        for step, sums in self._sums.items():
+            noted, (change, norm) = self._steps[step], torch.stack(sums).sum(0).tolist()
+            noted.change, noted.norm = noted.change + change, noted.norm + norm
         self._sums.clear()
 
     def by_step(self) -> dict[int, Drift]:
