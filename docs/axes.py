@@ -4,7 +4,7 @@ python docs/axes.py > docs/axes.svg
 """
 
 from cocodiff.config.config import load_machine
-from cocodiff.config.machine import Place, Topology
+from cocodiff.topology import Place, Topology
 from cocodiff.topology.axes import Axes
 
 CASES = (  # nodes, replicas, guidance; left edge and top of the drawing; what it shows

@@ -9,7 +9,7 @@ import pytest
 from cocodiff.comm.loopback import LoopbackGroup
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.comm.transport import Messages, Pending
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 
 
 class ReallySent:

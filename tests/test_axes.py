@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from worlds import topologies, topology_of
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh, mesh_without_ring, meshes
 
 

@@ -8,7 +8,7 @@ import pytest
 from worlds import topology_of
 
 from cocodiff.config.config import Config
-from cocodiff.config.machine import Belief, Topology
+from cocodiff.config.machine import Belief
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.beliefs import ends_of, pays, turning_points, with_value
 from cocodiff.planner.calibrate import AllToAll
@@ -16,6 +16,7 @@ from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import Division
 from cocodiff.planner.layers import LayerPlan, plan_layers
 from cocodiff.planner.rings import ring_of
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Partition
 
 SHAPE = ModelShape("toy", heads=48, head_dim=64, joint_layers=3, parameters=10**6, text_tokens=24)

@@ -24,7 +24,6 @@ from worlds import topology_of
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.engine.engine import parallelize
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models import family_of
@@ -42,6 +41,7 @@ from cocodiff.planner.memory import (
     run_cache,
     size_run,
 )
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
 QWEN = load_shape("qwen-image")

@@ -10,7 +10,6 @@ from worlds import topology_of
 
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.family import Video
@@ -18,6 +17,7 @@ from cocodiff.planner.case import Case, ModelShape, coded_layers
 from cocodiff.planner.choice import OUTPUT_CHANNELS, Division, choose, parts_of, with_weights_chosen
 from cocodiff.planner.layers import StepPlan, plan_step
 from cocodiff.planner.memory import block_parameters, fullest, size_run
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes, Partition, partitions_of
 
 AURORA = topology_of("aurora", 12)

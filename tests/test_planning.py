@@ -17,7 +17,7 @@ from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
 from cocodiff.config.config import Config, preset_names
-from cocodiff.config.machine import Device, Machine, Topology
+from cocodiff.config.machine import Device, Machine
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.engine.assemble import AttentionWork, build_strategy, with_codec_chosen
 from cocodiff.exchange.codec import StepInfo
@@ -33,6 +33,7 @@ from cocodiff.planner.layers import plan_layers, plan_step
 from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import cost_of, roofline, seconds, started
 from cocodiff.planner.traffic import stages_of
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
 WAITS = ("latency_us", "message_us", "blocked_us", "launch_us", "wait_us")

@@ -33,7 +33,7 @@ def test_a_late_module_is_executed_at_its_first_use_and_once(tmp_path: Path, mon
 @pytest.mark.full
 def test_what_one_rank_needs_is_imported_without_statistics_pictures_and_metrics() -> None:
     script = (
-        "import sys; from cocodiff.jobs.pipelines import Request, import_pipeline; "
+        "import sys; from cocodiff_eval.harness.pipelines import Request, import_pipeline; "
         "import_pipeline(Request('embedded', 'inpaint', ('',), None)); "
         "print({'scipy.stats._stats_py', 'skimage', 'matplotlib', 'cocodiff_eval.report'} & {*sys.modules}); "
         "import scipy.stats; print(scipy.stats.beta.ppf(0.5, 2, 2))"

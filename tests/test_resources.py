@@ -16,11 +16,11 @@ from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, Transport
 from cocodiff.config.config import Config
-from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.engine.guidance.parts import GuidanceParts
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.kernels import Kernels
+from cocodiff.topology import Topology
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 ROWS = [line.split("|")[1:5] for line in PAGE.read_text().splitlines() if line.startswith("| `exchange: ")]

@@ -15,7 +15,8 @@ from worlds import TRIPLE, is_full, topologies, topology_of
 from cocodiff.comm.groups import group_ranks
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Device, Links, Machine, Topology
+from cocodiff.config.machine import Device, Links, Machine
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes, cut
 from cocodiff.topology.links import alltoall_bound, next_hops, wires
 from cocodiff.topology.routes.chunks import chunk_ranks

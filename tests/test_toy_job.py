@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from cocodiff_eval.harness.job import JobResult, Presets, Trials, run_batches
 from cocodiff_eval.harness.quality import Bound, Quality
+from cocodiff_eval.harness.replicas import Replica
 from toys.job import ERRORS, Squares
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.replicas import Replica
 from cocodiff.jobs.store import FOLDER, PARTIAL
 
 BOUND = Quality(

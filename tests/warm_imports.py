@@ -4,6 +4,7 @@ from cocodiff.jobs.terminal import quiet_libraries
 
 quiet_libraries("error")
 
+from cocodiff_eval.harness.pipelines import EMBEDDED, Request  # noqa: E402
 from cocodiff_eval.harness.session import import_before_fork  # noqa: E402
 from diffusers import (  # noqa: E402, F401
     Flux2KleinInpaintPipeline,
@@ -16,7 +17,5 @@ from diffusers import (  # noqa: E402, F401
     QwenImagePipeline,
     StableDiffusion3Pipeline,
 )
-
-from cocodiff.jobs.pipelines import EMBEDDED, Request  # noqa: E402
 
 import_before_fork(Request(EMBEDDED, "inpaint"))

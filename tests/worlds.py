@@ -5,9 +5,10 @@ from types import SimpleNamespace
 from hypothesis import strategies as st
 
 from cocodiff.config.config import load_machine
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
 from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
+from cocodiff.topology import Topology
 
 TRIPLE = Machine("triple", tiles=3, planes=(0, 1, 2))
 SWAPPED = Machine("swapped", tiles=2, planes=(0, 1, 1, 0), cards=2)

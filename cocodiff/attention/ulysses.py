@@ -16,11 +16,11 @@ from torch import Tensor
 from cocodiff.attention.local import AttentionCall, LocalAttention
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.trace import Trace
-from cocodiff.config.machine import Topology
 from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import TensorFuture
 from cocodiff.exchange.transfer import Transfer
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout, Segments
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from cocodiff.cli import plan_report as report
 from cocodiff.comm.launch import Launch
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, engine_record, engine_settings, parse, with_settings
@@ -25,6 +24,7 @@ from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import MARGIN, Division, choose, shared_weights, untimed, with_weights_chosen
 from cocodiff.planner.decisions import read_decisions
 from cocodiff.planner.memory import mib
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Partition
 
 SIDE = 1024  # pixels of an image's side by default

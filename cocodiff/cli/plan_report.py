@@ -15,7 +15,6 @@ from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config, preset_names
 from cocodiff.config.errors import UserError
 from cocodiff.config.grouping import by_key
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.config.text_table import aligned
 from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
@@ -31,6 +30,7 @@ from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, StepPlan, plan_layers
 from cocodiff.planner.memory import KEPT, MIB, Peaks, RankMemory, add, largest_batch, mib, misfit, size_peaks, size_run
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes, Partition
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Phase, plan_of

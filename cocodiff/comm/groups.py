@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 from cocodiff.topology.routes.plans import plan_of
 
 # Backends whose process groups with ranks of several nodes pass all messages through the host's memory, also between

@@ -1,23 +1,15 @@
-"""Machines and the places of ranks on them: pure data and arithmetic, no communication.
+"""Machines: pure data.
 
 A *machine* describes one kind of node: its cards, the tiles of a card, and the planes. A plane is a set of tiles that
 have direct links to each other across cards (Xe Links on Aurora). The machine file says which tile belongs to which
 plane; it is never computed from the rank. On Aurora two of the six cards are wired the other way round.
-
-A *topology* places the ranks of one run on a machine: one rank is one tile.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.grouping import by_key
-
-MOST_RANKS = 2**17  # more tiles than the largest machine has; placing so many ranks takes a second and 50 MB
 
 
 @dataclass(frozen=True)
@@ -160,141 +152,3 @@ class Machine:
         """The parts without rates in the machine file: "its device", "its links", both or none."""
         device = ["its device"] if not (self.device.bf16_tflop_s and self.device.memory_gb_s) else []
         return device + (["its links"] if self.links == Links() else [])
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of one rank on the machine."""
-
-    rank: int
-    node: int
-    card: int  # number of the card, counted over all nodes
-    plane: int  # number of the plane; a plane spans all nodes
-    tile: int  # number of the tile, counted on its node
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The ranks of one run on a machine. A card may have fewer tiles than the others: with 5 ranks on cards of two
-    tiles the last card has one. If a card has no tile in plane k, its lowest rank serves plane k: it forwards that
-    plane's data and owns none of its heads."""
-
-    machine: Machine
-    places: tuple[Place, ...]
-
-    @classmethod
-    def build(cls, machine: Machine, size: int, ranks_per_node: int | None = None) -> Topology:
-        """Place `size` ranks, node by node and card by card. ranks_per_node: the launcher's number, for machines
-        without a fixed node size; default: all ranks on one node. Raise UserError if nodes of a fixed size are not
-        filled exactly, and for more than MOST_RANKS ranks."""
-        if size < 1:
-            raise UserError(f"{size} ranks: at least 1 is needed")
-        if size > MOST_RANKS:
-            raise UserError(f"{size} ranks: up to {MOST_RANKS} can be placed, more than any machine has tiles")
-        fixed = machine.tiles_per_node
-        if fixed is not None and (size % fixed or (machine.nodes and size > machine.nodes * fixed)):
-            whole = f"{machine.nodes} node(s) of {fixed}" if machine.nodes else f"nodes of {fixed}"
-            below = size // fixed * fixed
-            nearest = [n for n in (below, below + fixed) if n and n <= (machine.nodes or size) * fixed]
-            raise UserError(
-                f"machine {machine.name} has {whole} ranks and {size} rank(s) were started: start "
-                f"{' or '.join(str(n) for n in nearest) or fixed} ranks, or use --machine local"
-            )
-        per_node = fixed or ranks_per_node or size
-        cards_per_node = math.ceil(per_node / machine.tiles)
-        places = []
-        for rank in range(size):
-            node, local = divmod(rank, per_node)
-            card = node * cards_per_node + local // machine.tiles
-            places.append(Place(rank, node, card, machine.planes[local % len(machine.planes)], local))
-        return cls(machine, tuple(places))
-
-    def part(self, ranks: Sequence[int]) -> Topology:
-        """Return some of the ranks, at their places, as a topology of their own. Ranks are numbered from 0 in the given
-        order, which must go node by node. Their nodes are numbered from 0 as well; cards and planes keep their
-        numbers."""
-        chosen = [self.places[rank] for rank in ranks]
-        numbers = {node: number for number, node in enumerate(sorted({place.node for place in chosen}))}
-        places = [replace(place, rank=new, node=numbers[place.node]) for new, place in enumerate(chosen)]
-        return Topology(self.machine, tuple(places))
-
-    @property
-    def relative_places(self) -> tuple[tuple[int, int, int], ...]:
-        """The (node, card, plane) of every rank, each numbered by first appearance. Two groups of ranks that are
-        arranged in the same way on different hardware have equal values."""
-        kinds = zip(*((p.node, p.card, p.plane) for p in self.places), strict=True)
-        orders = [(numbers, list(dict.fromkeys(numbers))) for numbers in kinds]
-        return tuple(zip(*([order.index(n) for n in numbers] for numbers, order in orders), strict=True))
-
-    @property
-    def size(self) -> int:
-        return len(self.places)
-
-    @property
-    def nodes(self) -> int:
-        return self.places[-1].node + 1
-
-    @cached_property
-    def on_node(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of each node, ascending."""
-        return self._grouped("node")
-
-    @cached_property
-    def cards(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of each card, ascending."""
-        return self._grouped("card")
-
-    @cached_property
-    def planes(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of each plane on all nodes, ascending. Planes without a rank are absent."""
-        return self._grouped("plane")
-
-    @cached_property
-    def served_planes(self) -> tuple[frozenset[int], ...]:
-        """The planes that each rank serves on its card, by rank: its own, and those for which its card has no tile."""
-        served: list[set[int]] = [set() for _ in self.places]
-        for card in self.cards:
-            for plane in self.planes:
-                served[self.server(card, plane)].add(plane)
-        return tuple(frozenset(planes) for planes in served)
-
-    def siblings(self, rank: int) -> tuple[int, ...]:
-        """Return the other ranks of this rank's card."""
-        return tuple(other for other in self.cards[self.places[rank].card] if other != rank)
-
-    def server(self, card: int, plane: int) -> int:
-        """Return the rank that carries the traffic of `plane` for `card`: the tile in that plane, else the card's
-        lowest rank."""
-        ranks = self.cards[card]
-        return next((rank for rank in ranks if self.places[rank].plane == plane), ranks[0])
-
-    @cached_property
-    def nics(self) -> tuple[int, ...]:
-        """The NIC of every rank, numbered on its node."""
-        links = self.machine.links
-        return tuple(links.nic_of[p.tile] if links.nic_of else p.tile % links.nics for p in self.places)
-
-    def link_class(self, sender: int, receiver: int) -> str | None:
-        """Return the class of the link between two ranks: "node", "sibling", "plane" or "cross_plane". None for a rank
-        and itself."""
-        a, b = self.places[sender], self.places[receiver]
-        if sender == receiver:
-            return None
-        if a.node != b.node:
-            return "node"
-        if a.card == b.card:
-            return "sibling"
-        return "plane" if a.plane == b.plane else "cross_plane"
-
-    @cached_property
-    def shard_order(self) -> tuple[int, ...]:
-        """The ranks in the order in which they get one more if a number does not divide evenly. Consecutive ranks of it
-        are on different nodes, then on different cards, then on different planes."""
-        first_card = {node: min(self.places[rank].card for rank in ranks) for node, ranks in self.on_node.items()}
-        order = sorted(self.places, key=lambda p: (p.plane, p.card - first_card[p.node], p.node, p.rank))
-        return tuple(place.rank for place in order)
-
-    def _grouped(self, attribute: str) -> dict[int, tuple[int, ...]]:
-        """Return the ranks by an attribute of their places, both ascending."""
-        groups = by_key((getattr(place, attribute), place.rank) for place in self.places)
-        return {key: tuple(ranks) for key, ranks in sorted(groups.items())}

@@ -37,7 +37,7 @@ CODECS = {
 }
 EXACT_CODECS = ("none", "lossless")  # the codecs that do not change tensors
 # The setting `arrival`, which also takes "now": displaced exchange, in which a call does not wait for what it sends.
-ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.arrival:Displaced")
+ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.displaced:Displaced")
 # The setting `step_cache`, which also takes "none": the rule by which calls of a model are not computed in full.
 STEP_CACHES = {"first_block": "cocodiff.engine.step_cache:FirstBlockCache"}
 # The costs of a codec for the planner (`planner/costs.py`), by the codec's import string. A codec that is not here is

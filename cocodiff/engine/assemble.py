@@ -9,12 +9,12 @@ from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import TOGETHER, Part, Transport
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, PLANNER, RINGS, SELECTIONS, imported, load
 from cocodiff.exchange.codec import AllRanks, Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, sequence_of

@@ -26,7 +26,6 @@ from cocodiff.comm.trace import LINK_CLASSES, PURPOSES, Trace
 from cocodiff.comm.transport import Transport
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import PLANNER, STEP_CACHES, load
 from cocodiff.engine.agreement import check_agreement, parts_of, weights_digest
 from cocodiff.engine.assemble import AttentionWork
@@ -41,6 +40,7 @@ from cocodiff.models import checks, experts_of, family_of
 from cocodiff.models.adapter import Arguments
 from cocodiff.models.checks import replace, replace_forward, signature_of
 from cocodiff.models.family import EXPERTS
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Segments
 

@@ -13,9 +13,9 @@ from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Transport
 from cocodiff.config.config import Config
-from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of, with_codec_chosen
 from cocodiff.kernels import Kernels
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments, slices
 

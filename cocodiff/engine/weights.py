@@ -25,10 +25,10 @@ from cocodiff.comm.health import CALL
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, LaneFuture, Part, Transport
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.config.machine import Topology
 from cocodiff.engine.agreement import check_agreement, facts_of
 from cocodiff.engine.guidance.parts import WITHOUT_VALUES, functions_named
 from cocodiff.models.checks import called_often, replace_forward
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes
 
 AT = "the exchange of shared weights"  # the name of all calls that ranks make for shared weights

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from cocodiff.comm.transport import Transport
 from cocodiff.config.grouping import by_key
-from cocodiff.config.machine import Topology
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 

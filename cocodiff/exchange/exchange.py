@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, Lane, LaneFuture, Transport
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
 from cocodiff.exchange.outgoing import Outgoing
 from cocodiff.kernels import Kernels
+from cocodiff.topology import Topology
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, chunk_ranks, megabytes_per_rank
 from cocodiff.topology.routes.plans import Phase, Plan, plan_of, reverse
 

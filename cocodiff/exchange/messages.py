@@ -20,8 +20,8 @@ from torch import Tensor
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, Pending
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.kernels import Kernels, Rows, views
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block, Phase, Plan
 

@@ -73,7 +73,7 @@ class EncodedCall:
         """
         return list(received.values())
 
-    # For displaced calls, see `attention/arrival.py` ------------------------------------------------------------------
+    # For displaced calls, see `attention/displaced.py` ----------------------------------------------------------------
 
     share = 1.0  # bytes of an encoded tensor as a fraction of the tensor's
     measures = False  # True if encoding measures by how much tensors change

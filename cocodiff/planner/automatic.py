@@ -18,7 +18,6 @@ from cocodiff.attention.stateful import TENSORS
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXACT_CODECS, RINGS
 from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.engine.sequence import SequenceRanks
@@ -28,6 +27,7 @@ from cocodiff.planner.case import Case, ModelShape, shape_of_config
 from cocodiff.planner.costs import CODED, CallKind
 from cocodiff.planner.layers import PlannedCall, Sent, kinds_of
 from cocodiff.planner.memory import check_fits, run_cache, size_run
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh, meshes
 
 FROM_THE_FINEST = (*EXACT_CODECS, "int8", "int4", "int2")  # codecs, from those that change tensors least

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
 from cocodiff.planner.traffic import Latencies, rates_of, stages_of
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
 ROW_BYTES = 512  # bytes of a row of a block, as in bench alltoall

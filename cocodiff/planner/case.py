@@ -13,12 +13,12 @@ from typing import Any
 
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
 from cocodiff.models.adapter import IMAGE, image_and_text
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
 from cocodiff.planner.decisions import Decisions
 from cocodiff.planner.traffic import Latencies
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments
 

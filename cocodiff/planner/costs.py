@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from cocodiff.attention.arrival import SAMPLING, Displaced
+from cocodiff.attention.displaced import SAMPLING, Displaced
 from cocodiff.attention.lossless import Lossless
 from cocodiff.attention.residual import BITS, FINEST, Residual, bits_of, width_of
 from cocodiff.attention.stateful import TENSORS, FixedKind, values_kept
 from cocodiff.attention.v_major.codec import VMajor
 from cocodiff.attention.v_major.selection import Schedule, scored_blocks
 from cocodiff.config.config import Config
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import COSTS, load
 from cocodiff.engine.assemble import AttentionWork, codec_name
 from cocodiff.kernels.lossless import least_room
 from cocodiff.planner.case import Case
 from cocodiff.planner.decisions import decisions_of, without_seldom
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 # The part of a tensor's bytes that a call of the lossless codec sends: the mean of a run of 50 steps, and a layer's

@@ -34,12 +34,12 @@ from typing import NamedTuple
 
 from cocodiff.attention.streaming import head_runs
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.engine.weights import sharing, split_blocks
 from cocodiff.models.adapter import IMAGE
 from cocodiff.models.family import VaeSize, Video
 from cocodiff.planner.case import Case, ModelShape, coded_layers
 from cocodiff.planner.costs import costs_of
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh, cut
 from cocodiff.topology.links import alltoall_bound
 from cocodiff.topology.routes.rounds import rounds_of

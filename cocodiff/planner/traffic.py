@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cocodiff.comm.trace import LINK_CLASSES
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.routes.plans import Plan, plan_of
 from cocodiff.topology.routes.rounds import Integers

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Place, Topology
+from cocodiff.topology import Place, Topology
 from cocodiff.topology.layout import Layout, Segment, Segments, ShardedSegment, even_shares, slices
 
 # Which ranks are neighbours: those of a ring ("topology") or those of a Ulysses group ("usp")

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 
 
 def even_shares(total: int, order: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from itertools import combinations
 from typing import NamedTuple
 
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 
 
 class Wire(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cocodiff_eval.harness.replicas import topology_of
 from torch import Tensor
 
 from cocodiff.comm.launch import detect, emulated
@@ -23,16 +24,16 @@ from cocodiff.comm.trace import Span, Trace
 from cocodiff.comm.transport import TOGETHER
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Links, Topology
+from cocodiff.config.machine import Links
 from cocodiff.engine.assemble import chunking, exchange_table
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
-from cocodiff.jobs.replicas import topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.kernels import Kernels
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.links import alltoall_bound
 from cocodiff_bench import common

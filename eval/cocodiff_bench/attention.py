@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cocodiff_eval.harness.replicas import topology_of
 from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention, Partial, all_merged, partial_attention
@@ -23,12 +24,11 @@ from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.launch import emulated
 from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
-from cocodiff.jobs.replicas import topology_of
 from cocodiff.kernels import Kernels
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Segment
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values

@@ -25,17 +25,16 @@ from itertools import product
 from typing import Any
 
 import torch
+from cocodiff_eval.harness.replicas import topology_of
 
 from cocodiff.comm.launch import detect, emulated
 from cocodiff.comm.trace import save_traces
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError, check_choice
-from cocodiff.config.machine import Topology
 from cocodiff.engine.weights import part_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
-from cocodiff.jobs.replicas import topology_of
 from cocodiff.kernels.device import free_memory
 from cocodiff.planner.calibrate import AllToAll
 from cocodiff.planner.case import Case, ModelShape
@@ -44,6 +43,7 @@ from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.decisions import decisions_of
 from cocodiff.planner.layers import Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
 from cocodiff.planner.memory import largest_batch, mib
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values

@@ -26,6 +26,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from cocodiff_eval.harness.replicas import topology_of
 from torch import Tensor
 
 from cocodiff.comm.launch import emulated
@@ -38,7 +39,6 @@ from cocodiff.engine.engine import Engine
 from cocodiff.engine.verification import twin
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
-from cocodiff.jobs.replicas import topology_of
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import image_and_text, image_segment
 from cocodiff.planner.calibrate import slowed

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from cocodiff_eval.harness import session
+from cocodiff_eval.harness.pipelines import EMBEDDED, Model, Request, check_model
 
 from cocodiff.config.config import Config
 from cocodiff.engine.engine import Engine
 from cocodiff.engine.verification import twin
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts, preset_configs
-from cocodiff.jobs.pipelines import EMBEDDED, Model, Request, check_model
 from cocodiff.models.family import INPAINT
 from cocodiff.planner.case import ModelShape
 from cocodiff_bench import common

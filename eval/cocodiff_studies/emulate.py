@@ -26,10 +26,10 @@ from cocodiff.cli.main import COMMANDS, run_command
 from cocodiff.comm.launch import EMULATED, Launch, detect, find_mpiexec, python_words, without_launcher
 from cocodiff.config.config import check_choice, load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.jobs.children import StopRequest, check_room, die_with_parent, fork, signal_all, stop_requests
 from cocodiff.jobs.options import LOG_LEVEL, Option, parse
 from cocodiff.jobs.terminal import limit_threads, quiet_libraries, say
+from cocodiff.topology import Topology
 from cocodiff_studies.namespaces import TILES
 from cocodiff_studies.network import BRIDGE, Network, Rate, address, measure_rates
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from itertools import combinations
 from typing import NamedTuple
 
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 from cocodiff.topology.links import next_hops, wires
 from cocodiff_studies.namespaces import Namespace
 

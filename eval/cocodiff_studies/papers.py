@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from cocodiff.config.config import Config, load_machine
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
 from cocodiff.config.text_table import aligned
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.terminal import say
@@ -24,6 +24,7 @@ from cocodiff.planner.calibrate import AllToAll, Constants
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.layers import plan_step
 from cocodiff.planner.memory import fullest, largest_batch
+from cocodiff.topology import Topology
 
 START = (15.0, 1.0, 1.0)  # latency in us, parts of the rates of siblings and of slower links, where a fit begins
 BASELINES = ("flat_serial", "flat")  # one peer at a time, and all at once

@@ -23,11 +23,11 @@ from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.config.config import Config
-from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segments
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from cocodiff.comm.trace import LINK_CLASSES
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 Sent = list[tuple[str, int]]  # elements over links

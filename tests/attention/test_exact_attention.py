@@ -23,12 +23,12 @@ from worlds import topologies, topology_of
 from cocodiff.comm.loopback import LoopbackGroup
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
-from cocodiff.config.machine import Place, Topology
 from cocodiff.config.registry import EXCHANGES, ORDERS, RINGS
 from cocodiff.engine import assemble
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.models.adapter import TEXT, image_and_text
 from cocodiff.planner.automatic import price
+from cocodiff.topology import Place, Topology
 from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Segments, slices
 

@@ -12,9 +12,9 @@ from worlds import topologies, topology_of
 from cocodiff.attention.local import AttentionCall
 from cocodiff.attention.strategy import LazyQKV
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.models.adapter import image_and_text, image_segment, text_segment
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout, Segment, even_shares
 from cocodiff.topology.routes.plans import Block, Plan, nic_detours, plan_of, reverse
 

@@ -15,7 +15,7 @@ from worlds import topologies, topology_of
 
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
 from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
@@ -25,6 +25,7 @@ from cocodiff.planner.costs import CODED, WHOLE
 from cocodiff.planner.layers import plan_layers, plan_step
 from cocodiff.planner.rings import staged_seconds
 from cocodiff.planner.traffic import Traffic, Wires
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.rounds import rounds_of, visits_of

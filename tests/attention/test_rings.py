@@ -16,11 +16,12 @@ from cocodiff.attention.local import LocalAttention
 from cocodiff.comm.loopback import LoopbackGroup
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
 from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.automatic import price, price_meshes
 from cocodiff.planner.rings import LAG, stream_seconds, token_seconds
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")

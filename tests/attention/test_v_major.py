@@ -24,12 +24,13 @@ from cocodiff.attention.strategy import LayerKey
 from cocodiff.attention.v_major.selection import Cards, Drift, DriftNotes, Schedule, Selection
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import merge_notes
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Candidates
 from cocodiff.models.adapter import image_and_text
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segment, Segments
 

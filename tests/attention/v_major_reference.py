@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.v_major.selection import Schedule
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 

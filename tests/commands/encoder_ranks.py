@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import transformers
+from cocodiff_eval.harness.pipelines import Request, load_model
 
 from cocodiff.comm.launch import detect
 from cocodiff.config.config import Config
-from cocodiff.jobs.pipelines import Request, load_model
 from cocodiff.jobs.ranks import run_ranks
 from cocodiff.models.family import GENERATE
 

@@ -23,6 +23,7 @@ from cocodiff_eval.cli.generate import OPTIONS as GENERATE
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
 from cocodiff_eval.cli.inpaint import find_tasks, prepare
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of, measured, packed, unpacked
+from cocodiff_eval.harness.replicas import JobRecord, Queue, Replica
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import describe
 from cocodiff_eval.harness.tasks import Task, describe_inputs
@@ -38,7 +39,6 @@ from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import parse, with_settings
-from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.store import Store
 from cocodiff.jobs.terminal import JobBar, limit_threads, threads
 

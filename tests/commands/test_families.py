@@ -10,13 +10,13 @@ import diffusers
 import pytest
 import tiny_pipelines
 import torch
+from cocodiff_eval.harness.pipelines import Request, check_model, load_model
 from launching import assert_succeeded
 from warm import forked
 
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import open_transport
-from cocodiff.jobs.pipelines import Request, check_model, load_model
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import GENERATE, INPAINT
 

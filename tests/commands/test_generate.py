@@ -14,12 +14,12 @@ import pytest
 import tiny_pipelines
 import torch
 import yaml
+from cocodiff_eval.harness.pipelines import Request, no_prompt
 from launching import assert_succeeded
 from PIL import Image
 from warm import forked
 from words import words
 
-from cocodiff.jobs.pipelines import Request, no_prompt
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import GENERATE
 

@@ -14,6 +14,8 @@ import tifffile
 import tiny_pipelines
 import torch
 from cocodiff_eval.harness.images import has_encoder, save_frames, shown_frames
+from cocodiff_eval.harness.partition import image_tokens
+from cocodiff_eval.harness.pipelines import Request
 from launching import assert_succeeded, with_options
 from PIL import Image
 from warm import forked
@@ -21,8 +23,6 @@ from words import words
 
 from cocodiff.cli.main import main
 from cocodiff.jobs.model_shapes import load_shape
-from cocodiff.jobs.partition import image_tokens
-from cocodiff.jobs.pipelines import Request
 from cocodiff.models.family import GENERATE
 
 pytestmark = pytest.mark.processes

@@ -20,6 +20,7 @@ import tiny_pipelines
 import torch
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, prepare_slice
 from cocodiff_eval.harness.items import batches_of, count_batches
+from cocodiff_eval.harness.pipelines import encode, no_prompt, repeated
 from cocodiff_eval.restore.known_regions import LatentLayout, keeping
 from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter, schedule_at
 from cocodiff_eval.restore.restore import restore_slices
@@ -31,7 +32,6 @@ from warm import forked
 
 from cocodiff.cli.main import main
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.pipelines import encode, no_prompt, repeated
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import INPAINT
 

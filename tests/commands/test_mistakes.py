@@ -22,8 +22,8 @@ from planned_models import PLANNED
 from cocodiff.cli.main import main
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import MOST_RANKS, Topology
 from cocodiff.jobs import children
+from cocodiff.topology import MOST_RANKS, Topology
 
 pytestmark = pytest.mark.usefixtures("promptly")
 

@@ -13,13 +13,13 @@ import diffusers
 import numpy as np
 import pytest
 import tifffile
+from cocodiff_eval.harness.partition import guides, partition_of, with_tokens, with_weights
+from cocodiff_eval.harness.pipelines import EMBEDDED, Request, usual_steps
 from tiny_models import sd3_transformer
 
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.jobs.partition import guides, partition_of, with_tokens, with_weights
-from cocodiff.jobs.pipelines import EMBEDDED, Request, usual_steps
 from cocodiff.models.family import GENERATE, INPAINT
 from cocodiff.topology.axes import Partition
 

@@ -34,9 +34,9 @@ from warm import forked
 
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.planner.calibrate import slowed
+from cocodiff.topology import Topology
 
 BOUND = "65.8dB"
 CODECS = {"int2", "int4", "int8", "none"}

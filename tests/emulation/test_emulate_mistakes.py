@@ -22,10 +22,11 @@ from cocodiff.cli.main import main
 from cocodiff.comm.launch import emulated
 from cocodiff.config.config import Config, load_exchange_table, load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.layers import kinds_of_steps
+from cocodiff.topology import Topology
 
 pytestmark = pytest.mark.processes
 

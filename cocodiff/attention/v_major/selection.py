@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.config.machine import Topology
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Candidates, RowOrder
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 

@@ -42,7 +42,7 @@ from cocodiff.jobs.terminal import say
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from cocodiff.cli.doctor.checks import Finding
     from cocodiff.cli.doctor.facts import Apart, Facts
-    from cocodiff.config.machine import Topology
+    from cocodiff.topology import Topology
 
 FILE = "doctor.json"
 SAFE = "or oneCCL's safe mode (SAFE=1, docs/aurora.md)"
@@ -127,7 +127,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     from cocodiff.cli.doctor import trials
     from cocodiff.cli.doctor.facts import Facts, gather_rank, path_of, sycl_path
     from cocodiff.comm.transport import TOGETHER
-    from cocodiff.config.machine import Topology
+    from cocodiff.topology import Topology
 
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
     usual_s, compile_s, path = values["patience_s"], values["compile_s"], values["kernels"]

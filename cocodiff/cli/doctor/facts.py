@@ -24,13 +24,14 @@ from cocodiff.attention.trial import DeviceTrial
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi_start import lacking_shared_memory
 from cocodiff.config.grouping import by_key
-from cocodiff.config.machine import Machine, Topology
+from cocodiff.config.machine import Machine
 from cocodiff.config.packages import TAKEN_UP
 from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
 from cocodiff.kernels.dispatch import path_of, sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
 from cocodiff.planner import calibrate
+from cocodiff.topology import Topology
 
 # Packages that runs import. Optional ones are tried if they are installed. One that fails is absent for those after it,
 # as `hide_broken` makes it in a run.

@@ -22,8 +22,8 @@ from enum import Enum
 
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Transport
-from cocodiff.config.machine import Topology
 from cocodiff.engine.sequence import SequenceRanks
+from cocodiff.topology import Topology
 
 PARTS = 2
 SequenceOf = Callable[[Topology, Transport, Trace], SequenceRanks]  # makes the sequence that some ranks share

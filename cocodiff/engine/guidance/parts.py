@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map_only
 from cocodiff.comm.health import CALL
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture, Part, Transport
-from cocodiff.config.machine import Topology
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes
 
 AT = "the other guidance branch"  # the name of all calls that the parts make together

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_map_only
 from cocodiff.comm.trace import CountedAs, Trace
 from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.config.machine import Topology
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.engine.progress import StepCounter
 from cocodiff.engine.sequence import SequenceRanks
+from cocodiff.topology import Topology
 
 if TYPE_CHECKING:
     from cocodiff.engine.guidance.parts import GuidanceParts

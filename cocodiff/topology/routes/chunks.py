@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from cocodiff.config.grouping import by_key
-from cocodiff.config.machine import Topology
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout, even_shares, slices
 from cocodiff.topology.routes.plans import Block, Phase, Plan, reverse
 

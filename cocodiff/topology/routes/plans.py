@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from cocodiff.config.machine import Place, Topology
 from cocodiff.config.registry import EXCHANGES, load
+from cocodiff.topology import Place, Topology
 
 
 class Block(NamedTuple):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cocodiff.config.machine import Place
+from cocodiff.topology import Place
 from cocodiff.topology.axes import Mesh
 
 Integers = NDArray[np.int64]

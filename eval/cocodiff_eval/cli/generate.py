@@ -11,10 +11,10 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, parse, with_settings
-from cocodiff.jobs.pipelines import Request
 from cocodiff.jobs.ranks import settle
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import GENERATE
+from cocodiff_eval.harness.pipelines import Request
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff_eval.harness.session import DTYPES, Prepared, start_job
 

@@ -16,12 +16,12 @@ from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
 from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, check_strength, parse, with_settings
-from cocodiff.jobs.partition import is_planned, own_pixels
-from cocodiff.jobs.pipelines import EMBEDDED, Request, check_model, usual_steps
 from cocodiff.jobs.ranks import run_ranks, settle
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.data import SAME, WRITTEN
+from cocodiff_eval.harness.partition import is_planned, own_pixels
+from cocodiff_eval.harness.pipelines import EMBEDDED, Request, check_model, usual_steps
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
 from cocodiff_eval.harness.session import DTYPES, Prepared, start_job
 

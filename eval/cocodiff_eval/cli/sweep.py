@@ -17,17 +17,17 @@ from cocodiff import __version__
 from cocodiff.comm.launch import Launch
 from cocodiff.config.config import load_chunk_table
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.jobs.options import Option, check_counts, check_strength, parse, with_settings
-from cocodiff.jobs.pipelines import Request
 from cocodiff.jobs.ranks import settle
-from cocodiff.jobs.replicas import topology_of_replica
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
+from cocodiff.topology import Topology
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
 from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, read_alike
 from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
+from cocodiff_eval.harness.pipelines import Request
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
+from cocodiff_eval.harness.replicas import topology_of_replica
 from cocodiff_eval.harness.session import Prepared, start_job
 
 ABOUT = "Run a grid of settings (base, grid and points of the --config file) and compare each with the exact run."

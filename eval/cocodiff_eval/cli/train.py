@@ -13,10 +13,10 @@ from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import RESUME, RUN_OPTIONS, Option, check_counts, engine_settings, parse, with_settings
-from cocodiff.jobs.pipelines import EMBEDDED, own_weights
 from cocodiff.jobs.ranks import run_holding, settle
 from cocodiff.jobs.terminal import note, say
 from cocodiff_eval.cli.inpaint import MASK_OPTIONS, SLICE_BY_SLICE, find_tasks
+from cocodiff_eval.harness.pipelines import EMBEDDED, own_weights
 
 ABOUT = (
     "Train the embedded model on patches of known voxels of your own volumes. An eighth of each volume is held out and "

@@ -18,10 +18,10 @@ import torch
 
 from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
-from cocodiff.jobs.replicas import JobRecord, Queue, Replica
 from cocodiff.jobs.store import ROWS, Made, Store
 from cocodiff_eval.harness.items import Batch, ItemSamples, packed, unpacked
 from cocodiff_eval.harness.quality import Bound, Figure, Group, Quality, Slices, Trial
+from cocodiff_eval.harness.replicas import JobRecord, Queue, Replica
 
 EXACT_RUN = "exact run"  # the name of what a batch that was tried is compared with
 Row = list[Any]  # task, index and what is reported, by the names of metrics.json

@@ -18,8 +18,8 @@ from cocodiff.jobs.options import Option, check_counts, engine_record, engine_se
 from cocodiff.jobs.record import lasting
 
 if TYPE_CHECKING:
-    from cocodiff.config.machine import Topology
     from cocodiff.engine.assemble import AttentionWork
+    from cocodiff.topology import Topology
     from cocodiff_eval.harness.items import Batch, Cost
 
 PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named

@@ -12,13 +12,13 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.model_checks import check_sides
-from cocodiff.jobs.partition import own_pixels
-from cocodiff.jobs.pipelines import Model, Request
 from cocodiff.jobs.terminal import say, span
 from cocodiff_eval.data.reoriented import AXES
 from cocodiff_eval.data.volume import Reader
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, measured
 from cocodiff_eval.harness.judging import SliceReview
+from cocodiff_eval.harness.partition import own_pixels
+from cocodiff_eval.harness.pipelines import Model, Request
 from cocodiff_eval.harness.session import Engines, Prepared, Session, load_requested
 from cocodiff_eval.quality.fusing import Moments, samples_along
 from cocodiff_eval.restore.pipeline_inpainter import SMALL_MODEL, PipelineInpainter

@@ -21,14 +21,14 @@ from cocodiff.config.registry import imported
 from cocodiff.config.setting import settings_of
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import engine_record, engine_settings, preset_configs
-from cocodiff.jobs.partition import partition_of, sequence_of, with_guidance, with_tokens, with_weights
-from cocodiff.jobs.pipelines import Model, Request, check_model, import_pipeline, load_model
 from cocodiff.jobs.ranks import run_holding
 from cocodiff.jobs.record import FOUND, REMEMBERED, first_difference, lasting, write_settings
-from cocodiff.jobs.replicas import Replica, topology_of, topology_of_replica
 from cocodiff.jobs.terminal import note, say, threads
 from cocodiff.topology.axes import Partition
+from cocodiff_eval.harness.partition import partition_of, sequence_of, with_guidance, with_tokens, with_weights
+from cocodiff_eval.harness.pipelines import Model, Request, check_model, import_pipeline, load_model
 from cocodiff_eval.harness.quality import Quality
+from cocodiff_eval.harness.replicas import Replica, topology_of, topology_of_replica
 
 if TYPE_CHECKING:
     from cocodiff.engine.engine import Engine

@@ -34,9 +34,9 @@ from cocodiff.demo_model.training import (
 )
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.record import described_inputs, write_settings
-from cocodiff.jobs.replicas import JobRecord
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 from cocodiff_eval.harness.patches import cut_patches
+from cocodiff_eval.harness.replicas import JobRecord
 from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.restore.baseline import biharmonic
 from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter

@@ -13,13 +13,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from cocodiff.jobs.replicas import Queue
 from cocodiff.jobs.store import ROWS, Made
 from cocodiff_eval.data.intensity import prepare_slice
 from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored, reoriented_shape
 from cocodiff_eval.harness.items import Cost, ItemSamples, evenly
 from cocodiff_eval.harness.judging import SliceReview
+from cocodiff_eval.harness.replicas import Queue
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task

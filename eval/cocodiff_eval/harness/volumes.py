@@ -14,12 +14,12 @@ from functools import partial
 
 import numpy as np
 
-from cocodiff.jobs.replicas import Queue
 from cocodiff.jobs.store import ROWS
 from cocodiff.jobs.terminal import reading_bar
 from cocodiff_eval.data.reoriented import turn
 from cocodiff_eval.harness.items import Batch, Cost, evenly
 from cocodiff_eval.harness.job import Presets
+from cocodiff_eval.harness.replicas import Queue
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task

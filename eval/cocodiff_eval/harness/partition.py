@@ -12,14 +12,21 @@ from cocodiff.comm.launch import detect
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import read_json
-from cocodiff.config.machine import Topology
 from cocodiff.demo_model import PROMPT_TOKENS
-from cocodiff.jobs.pipelines import Request, encoders_of, import_pipeline, model_file, own_weights, transformer_config
-from cocodiff.jobs.replicas import axes_of, topology_of
 from cocodiff.jobs.terminal import say, span
 from cocodiff.models import families
 from cocodiff.models.family import INPAINT, VAE_FACTOR
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Partition, partitions_of
+from cocodiff_eval.harness.pipelines import (
+    Request,
+    encoders_of,
+    import_pipeline,
+    model_file,
+    own_weights,
+    transformer_config,
+)
+from cocodiff_eval.harness.replicas import axes_of, topology_of
 
 if TYPE_CHECKING:
     from cocodiff.engine.assemble import AttentionWork

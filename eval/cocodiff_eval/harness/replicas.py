@@ -12,11 +12,11 @@ from typing import Any
 from cocodiff.comm.launch import detect
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Topology
 from cocodiff.jobs.folder import OutputFolder, storage_faults
 from cocodiff.jobs.record import first_difference
 from cocodiff.jobs.store import Made
 from cocodiff.jobs.terminal import JobBar, reading_bar, say
+from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes
 
 VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
