@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.transport import Part
+from cocodiff.comm.transport import SubTransport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.demo_model.vae import LappedTransformVAE
 from cocodiff.engine.engine import parallelize
@@ -222,7 +222,7 @@ def test_a_pipeline_is_restored_in_bands(name):
 
     def work(transport: Any) -> Tensor:
         own = copy.deepcopy(pipe)
-        part = Part(transport, range(4) if transport.rank < 4 else (4, 5))
+        part = SubTransport(transport, range(4) if transport.rank < 4 else (4, 5))
         with parallelize(own, transport=part, vae="sharded", guidance_parallel=2):
             return restored(own, arguments)
 

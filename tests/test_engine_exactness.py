@@ -16,7 +16,7 @@ from tiny_models import FAMILIES, HEADS
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.transport import Part
+from cocodiff.comm.transport import SubTransport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.registry import RINGS
 from cocodiff.engine.engine import parallelize
@@ -180,7 +180,7 @@ def test_two_replicas_with_models_and_inputs_of_their_own_equal_one_process(mach
 
     def work(transport: Any) -> list[torch.Tensor]:
         number = axes.coordinates(transport.rank).replica
-        part, own = Part(transport, axes.replica(transport.rank)), copy.deepcopy(models[number])
+        part, own = SubTransport(transport, axes.replica(transport.rank)), copy.deepcopy(models[number])
         with parallelize(own, "tapa", transport=part, machine=machine) as engine:
             outputs = outputs_of(own, IN_PARTS[number].inputs())
         assert engine.topology == axes.topology.part(axes.replica(transport.rank))
@@ -220,7 +220,7 @@ def test_replicas_that_keep_state_have_the_bits_of_one_replica(settings):
         return outputs
 
     def work(transport: Any) -> list[torch.Tensor]:
-        part, number = Part(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica
+        part, number = SubTransport(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica
         outputs = images(part, number)
         part.close()
         with pytest.raises(UserError, match="the transport of this engine is closed"):
@@ -236,7 +236,7 @@ def test_replicas_that_keep_state_have_the_bits_of_one_replica(settings):
 
 def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run():
     def work(transport: Any) -> None:
-        part = Part(transport, (0, 1) if transport.rank < 2 else (2, 3))
+        part = SubTransport(transport, (0, 1) if transport.rank < 2 else (2, 3))
         if transport.rank == 3:
             part.health.fail("out of memory")
         if transport.rank >= 2:

@@ -20,7 +20,7 @@ from tiny_models import FAMILIES, HEADS, with_lora
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.transport import Part
+from cocodiff.comm.transport import SubTransport
 from cocodiff.engine.engine import parallelize
 from cocodiff.engine.guidance.parts import Awaited
 from cocodiff.planner import automatic
@@ -250,7 +250,7 @@ def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
         together = run(own, transport, None, 2)
         axes = Axes.build(topology_of("local", transport.size), guidance=2)
         part = axes.coordinates(transport.rank).guidance
-        return together, run(own, Part(transport, axes.branch(transport.rank)), part, 1), part
+        return together, run(own, SubTransport(transport, axes.branch(transport.rank)), part, 1), part
 
     for together, alone, part in run_ranks(4, work):
         for output, expected in zip(together, alone, strict=True):
@@ -277,7 +277,7 @@ def test_no_attention_byte_passes_between_the_parts(ranks, absent):
         return engine
 
     def work(transport: Any) -> tuple[dict[str, dict[str, int]], dict[str, int], dict[str, int]]:
-        own, part = copy.deepcopy(model), Part(transport, axes.branch(transport.rank))
+        own, part = copy.deepcopy(model), SubTransport(transport, axes.branch(transport.rank))
         alone = run(own, part, [2] + [1] * (steps - 1), 1).trace.bytes()
         engine = run(own, transport, [2] * steps, 2)
         return {name: engine.bytes(name) for name in ("attention", "unsplit", "guidance")}, engine.trace.bytes(), alone

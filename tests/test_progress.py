@@ -91,7 +91,7 @@ def test_schedulers_of_second_order(scheduler, evaluations):
         with torch.no_grad(), parallelize(own, "cocodiff", transport=transport, sync_interval=0) as engine:
             seen, codec = watched(engine), engine.sequence.strategy.codec
             engine.model.register_forward_hook(lambda *_: held.append(codec.bytes_held()))
-            engine.model.register_forward_hook(lambda *_: sigmas.append(codec.moment.sigma))
+            engine.model.register_forward_hook(lambda *_: sigmas.append(codec.step_info.sigma))
             generating("sd3", own, num_inference_steps=6, generator=torch.Generator().manual_seed(0))
         assert sigmas == own.scheduler.sigmas[:evaluations].tolist()
         return seen, held, engine.drift_profile()

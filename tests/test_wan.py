@@ -140,7 +140,7 @@ def test_each_expert_begins_anew(settings, guidance):
         for model in experts_of(own):
             model.register_forward_hook(note, with_kwargs=True)
         found = [latents_of(own) for _ in range(2)]
-        assert engine.sequence.strategy.codec.moment[1:3] == (STEPS - 1, STEPS)
+        assert engine.sequence.strategy.codec.step_info[1:3] == (STEPS - 1, STEPS)
         return found
 
     of_ranks = on_ranks(2 * guidance, pipe, run=run, restored=False, guidance_parallel=guidance, **settings)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, LayerState, Noted, StatefulCall, StatefulCodec
+from cocodiff.attention.stateful import TENSORS, CallNotes, LayerState, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.config.registry import CODECS, load
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo
@@ -98,9 +98,9 @@ class Displaced(StatefulCodec):
         super().note_whole()
         self.noted_step.displace()
 
-    def begin_step(self, moment: StepInfo) -> None:
-        super().begin_step(moment)
-        self.inner.begin_step(moment)
+    def begin_step(self, step_info: StepInfo) -> None:
+        super().begin_step(step_info)
+        self.inner.begin_step(step_info)
 
     def catch_up(self) -> None:
         """Receive what the last calls of all layers did not wait for."""
@@ -144,7 +144,9 @@ class DisplacedCall(StatefulCall):
     _codec: Displaced
     state: LayerArrivals
     displaced: frozenset[str]  # tensors that are replaced by operands; set by `begin`
-    measured: Noted | None = None  # notes of the measured changes; None if the inner codec measures, or nothing does
+    measured: CallNotes | None = (
+        None  # notes of the measured changes; None if the inner codec measures, or nothing does
+    )
 
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)

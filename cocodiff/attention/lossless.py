@@ -39,7 +39,7 @@ OVERFLOW = "overflow"  # purpose that the bytes of rests are also counted for in
 
 
 @dataclass
-class SiteState(LayerEnds):
+class LosslessState(LayerEnds):
     """The values of one layer and branch."""
 
     # By tensor, the room for each token and head in which every stream of the last call would have fit; 0 if unknown.
@@ -70,12 +70,12 @@ class LosslessStep(CodedStep):
 class Lossless(StatefulCodec):
     """The codec that sends exact values as streams."""
 
-    layer_state, step_notes = SiteState, LosslessStep
+    layer_state, step_notes = LosslessState, LosslessStep
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return LosslessCall(self, exchange, layout, layer_key)
 
-    def room(self, state: SiteState, name: str, head_dim: int) -> int:
+    def room(self, state: LosslessState, name: str, head_dim: int) -> int:
         """Return the bytes for each token and head of the first part of a tensor's streams.
 
         It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
@@ -91,7 +91,7 @@ class Lossless(StatefulCodec):
         return max(least_room(head_dim), min(math.ceil(room), whole))
 
 
-class Sent(NamedTuple):
+class SentStream(NamedTuple):
     """A stream for one rank, in the buffer with this rank's streams of one tensor."""
 
     stream: Tensor  # the stream and unused memory after it
@@ -100,7 +100,7 @@ class Sent(NamedTuple):
     room: int  # bytes of the first part
 
 
-class Arrived(NamedTuple):
+class ReceivedParts(NamedTuple):
     """The received first parts of one tensor's streams."""
 
     name: str
@@ -114,7 +114,7 @@ class LosslessCall(StatefulCall):
     """An attention call whose tensors are sent as streams. Attributes without a value are set by `begin`."""
 
     _codec: Lossless
-    state: SiteState
+    state: LosslessState
     codes: bool  # True if the tensors' dtype is coded; others are sent as they are
     factor: float  # of the continuation; 0 for the last values as they are
     noted_step: LosslessStep
@@ -123,7 +123,7 @@ class LosslessCall(StatefulCall):
     def __init__(self, codec: Lossless, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
         self.rooms = {}
-        self._sent: defaultdict[str, dict[int, Sent]] = defaultdict(dict)
+        self._sent: defaultdict[str, dict[int, SentStream]] = defaultdict(dict)
 
     def begin(self, like_BLHD: Tensor) -> None:
         super().begin(like_BLHD)
@@ -183,7 +183,7 @@ class LosslessCall(StatefulCall):
         found = list[Tensor]()
         for number, (rank, shape, count) in enumerate(zip(ranks, cut.shapes(x_BTHD.shape), cells, strict=True)):
             stream = streams[places[number] : places[number + 1]]
-            self._sent[name][rank] = Sent(stream, lengths_N, number, room_of(count, room))
+            self._sent[name][rank] = SentStream(stream, lengths_N, number, room_of(count, room))
             found.append(stream[: room * count].view(*shape, room))
         return found
 
@@ -193,20 +193,20 @@ class LosslessCall(StatefulCall):
         if not self.codes:
             return super().decode(received, rows, ranks)
         cut = self._cut(ranks, by_rows=OUTPUT not in received)
-        ends, arrived = self.state.received, list[Arrived]()
+        ends, arrived = self.state.received, list[ReceivedParts]()
         with self._trace.span(f"lengths {''.join(received)}", "main", self._layer):
             for name, x_BTHW in received.items():
                 code_BTHW, known = _rows_in_turn(x_BTHW, rows), self._known(ends, name, x_BTHW.shape[:3], rows)
                 lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
                 found = self._kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
-                arrived.append(Arrived(name, code_BTHW, known, lengths_N, found))
+                arrived.append(ReceivedParts(name, code_BTHW, known, lengths_N, found))
         rests = self._rests(arrived, cut, ranks)
         for (name, code_BTHW, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
             with self._trace.span(f"decode {name}", "codec", self._layer):
                 self._kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
         return [ends[name].written(self.number) for name in received]
 
-    def _rests(self, arrived: Sequence[Arrived], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
+    def _rests(self, arrived: Sequence[ReceivedParts], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
         """Exchange the rests that did not fit in first parts, straight between the two ends. Return those of each
         tensor as one.
 

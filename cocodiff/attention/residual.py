@@ -33,7 +33,7 @@ DAMPING = 0.5
 
 
 @dataclass
-class SiteState(LayerEnds):
+class ResidualState(LayerEnds):
     """The reconstructions of one layer and branch."""
 
     plain: bool = False  # True to send the first call of a sequence as it is, because a code failed before it
@@ -48,12 +48,12 @@ class SiteState(LayerEnds):
 class Residual(StatefulCodec):
     """The codec that sends residuals. It uses the settings codec, predictor, fine_steps and arrival, see `Config`."""
 
-    layer_state = SiteState
+    layer_state = ResidualState
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return ResidualCall(self, exchange, layout, layer_key)
 
-    def bits(self, state: SiteState) -> int | None:
+    def bits(self, state: ResidualState) -> int | None:
         """Return the bits per channel in a layer's call; None if its tensors are sent as they are."""
         first = not state.follows
         return None if first and state.plain else bits_of(self.settings.codec, first, self.fine)
@@ -63,7 +63,7 @@ class ResidualCall(StatefulCall):
     """An attention call whose tensors are sent as residuals."""
 
     _codec: Residual
-    state: SiteState
+    state: ResidualState
     bits: int | None  # per channel; None if tensors are sent as they are; set by `begin`
     how: Prediction  # of all tensors that are coded; in a first call it is zero; set by `begin`
     measures = True

@@ -150,7 +150,7 @@ class TokensInFlight:
     keys: tuple[Pending, Passing] | None = None  # keys and values that are passed to the next node
 
 
-class Came(NamedTuple):
+class Received(NamedTuple):
     """The tensors that the messages of one step have brought."""
 
     queries: Sequence[Tensor]  # the next queries; empty at the end of a round
@@ -211,7 +211,7 @@ class TokenRing(Ring):
 
     def _step(
         self, flight: TokensInFlight, on: Passing | None, back: Passing | None, keys: Passing | None, lag: int
-    ) -> Came:
+    ) -> Received:
         """Post the messages of one step, as a job of the lane. Return what has arrived.
 
         It waits for the next queries. It waits for partial results until at most `lag` of them are in flight. At the
@@ -239,7 +239,7 @@ class TokenRing(Ring):
                 (sent, (_, arrived, _)), flight.keys = flight.keys, None
                 sent.wait()
                 next_keys += arrived
-            return Came([] if on is None else on.incoming, parts, next_keys)
+            return Received([] if on is None else on.incoming, parts, next_keys)
 
     def _send_recv(self, group: Group, way: Passing) -> Pending:
         """Start the messages of one step."""

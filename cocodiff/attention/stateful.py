@@ -27,7 +27,7 @@ from cocodiff.topology.layout import Layout
 TENSORS = ("q", "k", "v", OUTPUT)  # the tensors of a call, in the order of their notes
 NEEDED = 1  # index of the note that is the maximum over ranks, not the sum: the room that streams need
 NEWEST = 3  # number of noise levels that a continuation needs
-NOTED_SITES = 64  # calls whose notes share one tensor; a first step does not know the number of calls
+NOTED_CALLS = 64  # calls whose notes share one tensor; a first step does not know the number of calls
 # Takes the summed notes of one call, a row for each of TENSORS.
 TakeNotes = Callable[[Sequence[Sequence[int]]], None]
 
@@ -46,7 +46,7 @@ class LayerState:
     levels: list[float] = field(default_factory=list)
     fits: bool = True  # False if a group of the last call had no scale on some rank
 
-    def begin(self, like_BLHD: Tensor, layout: Layout, moment: StepInfo, anew: bool) -> None:
+    def begin(self, like_BLHD: Tensor, layout: Layout, step_info: StepInfo, anew: bool) -> None:
         """Begin a call and decide whether it follows the last one.
 
         It does if it has the same form, is at a later step of the run, and all groups of the last call had a scale.
@@ -56,9 +56,9 @@ class LayerState:
             anew: True to begin a new sequence in any case.
         """
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
-        level = float(moment.step) if moment.sigma is None else moment.sigma
-        anew = anew or self.form != form or self.last_step >= moment.step or not self.fits
-        self.form, self.last_step = form, moment.step
+        level = float(step_info.step) if step_info.sigma is None else step_info.sigma
+        anew = anew or self.form != form or self.last_step >= step_info.step or not self.fits
+        self.form, self.last_step = form, step_info.step
         if anew:
             self.begin_anew()
             self.fits, self.follows, self.levels = True, 0, [level]
@@ -127,7 +127,7 @@ class FixedKind(NamedTuple):
     share: float = 1.0  # first part of a lossless stream, as a fraction of the tensor
 
 
-class Noted(NamedTuple):
+class CallNotes(NamedTuple):
     """The notes of one call."""
 
     own: Tensor  # this rank's, int64 [tensors, NOTES]
@@ -147,27 +147,27 @@ class SharedNotes:
 
     def __init__(self, everyone: AllRanks, trace: Trace) -> None:
         self._everyone, self._trace = everyone, trace
-        self._moment: StepInfo | None = None  # the call of the model that the notes are of
-        self._noted: list[Noted] = []
+        self._step_info: StepInfo | None = None  # the call of the model that the notes are of
+        self._noted: list[CallNotes] = []
         self._blocks: list[Tensor] = []  # their memory, for NOTED_SITES calls each
-        self._deciding: tuple[list[Noted], LaneFuture[list[Any] | None]] | None = None
+        self._deciding: tuple[list[CallNotes], LaneFuture[list[Any] | None]] | None = None
 
-    def of_call(self, device: torch.device, taker: TakeNotes) -> Noted:
+    def of_call(self, device: torch.device, taker: TakeNotes) -> CallNotes:
         """Return notes for one more attention call, all zero."""
-        first = len(self._noted) % NOTED_SITES * len(TENSORS)
+        first = len(self._noted) % NOTED_CALLS * len(TENSORS)
         if not first:
-            self._blocks.append(torch.zeros(NOTED_SITES * len(TENSORS), NOTES, dtype=torch.int64, device=device))
-        self._noted.append(Noted(self._blocks[-1][first : first + len(TENSORS)], [taker]))
+            self._blocks.append(torch.zeros(NOTED_CALLS * len(TENSORS), NOTES, dtype=torch.int64, device=device))
+        self._noted.append(CallNotes(self._blocks[-1][first : first + len(TENSORS)], [taker]))
         return self._noted[-1]
 
-    def begin_step(self, moment: StepInfo) -> None:
+    def begin_step(self, step_info: StepInfo) -> None:
         """Start combining the notes of the model's last call.
 
-        Several codecs may call this with the same `moment` object. Only the first call with it counts.
+        Several codecs may call this with the same `step_info` object. Only the first call with it counts.
         """
-        if moment is self._moment:
+        if step_info is self._step_info:
             return
-        self._moment = moment
+        self._step_info = step_info
         self.hand_out()
         if self._noted:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
@@ -327,21 +327,23 @@ class StatefulCodec(Codec):
         """True at the last steps, whose errors no later step corrects."""
         if self.fixed_kind is not None:
             return self.fixed_kind.fine
-        return self.moment.steps is not None and self.moment.step >= self.moment.steps - self.settings.fine_steps
+        return (
+            self.step_info.steps is not None and self.step_info.step >= self.step_info.steps - self.settings.fine_steps
+        )
 
     @property
     def noted_step(self) -> Any:
         """The counts of the current step."""
-        return self._report[self.moment.step]
+        return self._report[self.step_info.step]
 
     def note_whole(self) -> None:
         self.noted_step.add()
 
-    def begin_step(self, moment: StepInfo) -> None:
+    def begin_step(self, step_info: StepInfo) -> None:
         """Begin a call of the model, and start combining all ranks' notes of the last one."""
-        super().begin_step(moment)
+        super().begin_step(step_info)
         if self.notes is not None:
-            self.notes.begin_step(moment)
+            self.notes.begin_step(step_info)
 
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
@@ -372,7 +374,7 @@ class StatefulCall(LayerCall):
 
     _codec: StatefulCodec
     number: int  # index of the call in its sequence of calls, from 0; set by `begin`
-    noted: Noted | None = None
+    noted: CallNotes | None = None
 
     def begin(self, like_BLHD: Tensor) -> None:
         """Take the notes of earlier calls, and decide whether this call follows the last one."""
@@ -380,5 +382,7 @@ class StatefulCall(LayerCall):
         assert codec.notes is not None, "one rank alone codes nothing"
         self._notes = codec.notes
         self._notes.hand_out()
-        self.state.begin(like_BLHD, self.layout, codec.moment, codec.fixed_kind is not None and codec.fixed_kind.anew)
+        self.state.begin(
+            like_BLHD, self.layout, codec.step_info, codec.fixed_kind is not None and codec.fixed_kind.anew
+        )
         self.number = self.state.follows

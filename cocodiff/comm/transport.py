@@ -286,7 +286,7 @@ class PartGroup(Group):
             super().barrier()
 
 
-class Part(Transport):
+class SubTransport(Transport):
     """A part of a transport's ranks as a transport of its own, in a given order; this rank is one of them.
 
     Lanes, control lane and world group are those of the whole. So a part needs no threads and no communicators until it

@@ -80,7 +80,7 @@ def _bits(value: Any) -> int:
     return sum(int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))) % 2**63
 
 
-def parts_of(pipe: Any) -> dict[str, Any]:
+def components_of(pipe: Any) -> dict[str, Any]:
     """Return the class names, settings and weights' digests of a pipeline's VAE and scheduler, by name. The results of
     the prompt encoders are among the transformer's arguments, so encoders are left out."""
     found: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import TOGETHER, Part, Transport
+from cocodiff.comm.transport import TOGETHER, SubTransport, Transport
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, PLANNER, RINGS, SELECTIONS, imported, load
 from cocodiff.exchange.codec import AllRanks, Codec
@@ -52,7 +52,7 @@ def build_strategy(
     exchange, ring, local = None, None, local or LocalAttention()
     group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
-    members = transport if ranks == tuple(range(transport.size)) else Part(transport, ranks)
+    members = transport if ranks == tuple(range(transport.size)) else SubTransport(transport, ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # first, since groups of different shape then make their own groups and lanes
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]

@@ -27,7 +27,7 @@ from cocodiff.comm.transport import Transport
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.registry import PLANNER, STEP_CACHES, load
-from cocodiff.engine.agreement import check_agreement, parts_of, weights_digest
+from cocodiff.engine.agreement import check_agreement, components_of, weights_digest
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.guidance import PARTS
 from cocodiff.engine.guidance.ranks import GuidanceRule, GuidedRanks
@@ -430,17 +430,17 @@ class Engine:
         }
         if self.counter.calls == 1:
             facts["digest of weights"] = [weights_digest(model, self._split.get(model, ())) for model in self._models]
-            arguments = arguments | parts_of(self._pipe)
+            arguments = arguments | components_of(self._pipe)
         wandering = self.device_trial.wandering if self.device_trial else ()
         check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}", wandering)
 
     def _begin_step(self, arguments: Arguments) -> None:
         counter, number = self.counter, self._models.index(self.model)
         run = counter.run * len(self._models) + number  # a number for the run of this model
-        moment = StepInfo(run, counter.step, self._steps(), counter.sigma)
-        self.sequence.strategy.codec.begin_step(moment)
+        step_info = StepInfo(run, counter.step, self._steps(), counter.sigma)
+        self.sequence.strategy.codec.begin_step(step_info)
         if self._caches:
-            self._caches[number].begin_call(moment, counter.branch, self.sequence, arguments)
+            self._caches[number].begin_call(step_info, counter.branch, self.sequence, arguments)
 
     def _check_memory(self, hidden: Tensor) -> None:
         """Raise UserError if what is kept between calls does not fit, at the first call of each size and branch. No

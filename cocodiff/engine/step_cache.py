@@ -106,7 +106,7 @@ class FirstBlockCache:
         undo.callback(replace_forward(last, self._compute_last))
         return undo.close
 
-    def begin_call(self, moment: StepInfo, branch: int, ranks: SequenceRanks, arguments: Mapping[str, Any]) -> None:
+    def begin_call(self, step_info: StepInfo, branch: int, ranks: SequenceRanks, arguments: Mapping[str, Any]) -> None:
         """Prepare for a call of the model. A new run empties the cache; branches without a call in the last step are
         dropped.
 
@@ -116,9 +116,9 @@ class FirstBlockCache:
             ranks: the ranks that share the call's sequence
             arguments: the call's
         """
-        if moment.run != self._run:
+        if step_info.run != self._run:
             self._forget()
-        self._run, step = moment.run, moment.step
+        self._run, step = step_info.run, step_info.step
         self._kept = {key: kept for key, kept in self._kept.items() if kept.step >= step - 1}
         self._call = Call((ranks, branch), ranks, Kept(form_of(dict(arguments)), step))
 

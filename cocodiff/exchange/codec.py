@@ -69,7 +69,7 @@ class Codec:
     keeps_state = False
     layer_state: type[Any] = object  # class of the state that is kept for a layer
     transfer: type[Transfer] = Transfer  # class that sends coded calls
-    moment = StepInfo(-1, 0, None)  # position of the model's current call
+    step_info = StepInfo(-1, 0, None)  # position of the model's current call
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class Codec:
         """Return the state of a layer and branch, which is created at its first call."""
         return self._layers.setdefault(layer_key, self.layer_state())
 
-    def begin_step(self, moment: StepInfo) -> None:
+    def begin_step(self, step_info: StepInfo) -> None:
         """Begin a call of the model: of another run, another step, or another guidance branch of the same step."""
-        if moment.run != self.moment.run:  # a new image must not depend on the last one
+        if step_info.run != self.step_info.run:  # a new image must not depend on the last one
             self.end()
-        self.moment = moment
+        self.step_info = step_info
 
     def forget(self, layer_key: Any) -> None:
         """Free the state of a layer whose next call is made by other ranks."""

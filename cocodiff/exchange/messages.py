@@ -27,7 +27,7 @@ from cocodiff.topology.routes.plans import Block, Phase, Plan
 
 T = TypeVar("T")
 Groups = Mapping[str, Group]  # by the link group ("sibling", "plane") that a phase names
-Sent = tuple[Sequence[int], Pending]  # the ranks that messages go to, and the messages
+SentMessages = tuple[Sequence[int], Pending]  # the ranks that messages go to, and the messages
 Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
 Blocks = Mapping[Block, Sequence[Payload]]  # payloads of each block that are sent together, [B, rows, heads, W]
 
@@ -246,7 +246,7 @@ class InFlight:
             for peer, receive in receives.items() if _receives_ahead(groups) else ():
                 receive.pending = group.send_recv([], [(receive.buffer, group.ranks.index(peer))])
 
-    def send(self, plan: Plan, groups: Groups, first: int = 0) -> list[Sent]:
+    def send(self, plan: Plan, groups: Groups, first: int = 0) -> list[SentMessages]:
         """Send every message as soon as it can be packed.
 
         If receives cannot be posted ahead, each phase is one launch and one call. Such backends match both lists of a
@@ -255,7 +255,7 @@ class InFlight:
         Args:
             first: index of this plan's first phase among those given to `post_receives`.
         """
-        sending: list[Sent] = []
+        sending: list[SentMessages] = []
         for phase, receives in zip(plan, self._phases[first:], strict=False):
             group = groups[phase.lane]
             if _receives_ahead(groups):

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from cocodiff.comm.transport import LaneFuture, Pending, Transport
-from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, Sent, Target
+from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, SentMessages, Target
 from cocodiff.exchange.outgoing import OUTPUT, CallEnd, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
@@ -62,7 +62,7 @@ class StagedExchange:
         own = [transport.group(range(topology.size), together=False) for _ in lanes[1:]]
         self._groups = [groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
         self._landing = transport.lane("landing")
-        self._sent: deque[Sent] = deque()
+        self._sent: deque[SentMessages] = deque()
 
     def pays(self, layout: Layout, cell_bytes: int) -> bool:
         """Return True if a call is large enough for stages. The result is the same on every rank.

@@ -51,7 +51,7 @@ class Call:
         return SIGMAS[min(self.step, len(SIGMAS) - 1)]
 
     @property
-    def moment(self) -> StepInfo:
+    def step_info(self) -> StepInfo:
         return StepInfo(self.run, self.step, self.steps, self.sigma)
 
 
@@ -153,8 +153,8 @@ class Ranks:
             for number, (call, tensors) in enumerate(calls):
                 if self.delayed:
                     dawdle()
-                if not number or call.moment != calls[number - 1][0].moment:
-                    strategy.codec.begin_step(call.moment)
+                if not number or call.step_info != calls[number - 1][0].step_info:
+                    strategy.codec.begin_step(call.step_info)
                 outputs.append(strategy.attend(self.world.qkv(call, tensors, rank), call.layer).clone())
                 assert self.config.arrival != "now" or not self.messages.unwaited(rank)
                 sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes", "whole")})

@@ -87,7 +87,7 @@ def test_choosing_takes_the_launches_and_waits_that_plans_count(
         mesh, trace = Mesh.build(world.topology), Trace(transport.rank)
         strategy = build_strategy(config, mesh, transport, trace, AsKernels("torch"))
         for call in CALLS:
-            strategy.codec.begin_step(call.moment)
+            strategy.codec.begin_step(call.step_info)
             tensors = [x.to(transport.device) for x in world.tensors(call)]
             strategy.attend(world.qkv(call, tensors, transport.rank), call.layer)
 

@@ -143,7 +143,7 @@ def test_on_a_device_a_rest_that_stays_here_is_kept_until_it_was_read(simulated,
         strategy = build_strategy(Config(codec="lossless", exchange="flat"), mesh, transport, trace, Kernels("torch"))
         q, k, v = world.tensors(RUN[0])
         for call in RUN[:2]:
-            strategy.codec.begin_step(call.moment)
+            strategy.codec.begin_step(call.step_info)
             x = [x.to(transport.device) for x in (q, k, v)]
             strategy.attend(world.qkv(call, x, rank), call.layer)
             q[:, world.rows(call, 0)] *= -1
@@ -174,7 +174,7 @@ def test_no_call_sends_more_than_whole_tensors_and_a_fiftieth(kind):
 
 
 def test_a_layer_that_begins_anew_forgets_what_its_last_call_needed():
-    state = codecs.SiteState()
+    state = codecs.LosslessState()
     state.take_notes([(0, 160, 0, 0)] * 4)
     assert {*state.needed.values()} == {160}
     state.begin_anew()

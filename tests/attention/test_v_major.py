@@ -259,7 +259,7 @@ def test_a_thousand_steps_take_the_memory_of_the_first_ones():
         trace = Trace(transport.rank)
         strategy = build_strategy(config, Mesh.build(world.topology), transport, trace, Kernels("torch"))
         for call in run_of(1000):
-            strategy.codec.begin_step(call.moment)
+            strategy.codec.begin_step(call.step_info)
             for layer in layers:
                 strategy.attend(world.qkv(call, tensors, transport.rank), layer)
             trace.clear()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, Part, Transport
+from cocodiff.comm.transport import Group, SubTransport, Transport
 
 SIZE = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -32,7 +32,7 @@ PARTS = ((2, 0), (3, 1))  # in an order of their own, neighbours apart
 def contract(transport: Transport) -> None:
     assert transport.size == SIZE and 0 <= transport.rank < SIZE
     check_transport(transport)
-    part = Part(transport, next(ranks for ranks in PARTS if transport.rank in ranks))
+    part = SubTransport(transport, next(ranks for ranks in PARTS if transport.rank in ranks))
     check_transport(part)
     check_parts_go_their_own_ways(transport, part)
     if getattr(transport, "library", "") == "gloo":
@@ -202,7 +202,7 @@ def check_parts_go_their_own_ways(whole: Transport, part: Transport) -> None:
         assert part.control.submit(lambda own=own: total_over(part.world, own)).wait() == sum(part.run_ranks)
     check_objects(whole)
     part.close()
-    of_part = Part(part, [part.rank])
+    of_part = SubTransport(part, [part.rank])
     assert part.closed and of_part.closed and not whole.closed
     assert whole.broadcast_object(whole.rank) == 0
 

@@ -74,23 +74,28 @@ def test_a_bound_is_a_distance_or_a_loss(text: str, bound: Bound | None) -> None
 @settings(max_examples=60, deadline=None)
 def test_the_cheapest_setting_that_all_checked_slices_keep_is_found_in_few_trials(data: Any) -> None:
     """Of settings that are the better the dearer they are, whatever the slices."""
-    rungs, count = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
-    steps = st.lists(st.floats(0, 30), min_size=rungs, max_size=rungs)
-    db = [[20 + sum(more[: rung + 1]) for rung in range(rungs)] for more in data.draw(st.tuples(*[steps] * count))]
+    candidates, count = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
+    steps = st.lists(st.floats(0, 30), min_size=candidates, max_size=candidates)
+    db = [
+        [20 + sum(more[: candidate + 1]) for candidate in range(candidates)]
+        for more in data.draw(st.tuples(*[steps] * count))
+    ]
     slices = Slices.chosen(count, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20)))
     bound = Bound(data.draw(st.floats(20, 120)), "exact")
     figures: dict[int, dict[int, float | None]] = {}
     tried = set()
-    while isinstance(found := next_trial(bound, slices, rungs, figures), Trial):
-        assert found.rung < rungs - 1, "the exact one needs no trial"
-        tried.add(found.rung)
-        figures.setdefault(found.rung, {}).update({one: db[one][found.rung] for one in found.slices})
+    while isinstance(found := next_trial(bound, slices, candidates, figures), Trial):
+        assert found.candidate < candidates - 1, "the exact one needs no trial"
+        tried.add(found.candidate)
+        figures.setdefault(found.candidate, {}).update({one: db[one][found.candidate] for one in found.slices})
     needed = bound.db + slices.margin_db
-    keep = [rung for rung in range(rungs - 1) if all(db[one][rung] >= needed for one in slices.checks)]
-    assert found == (keep[0] if keep else rungs - 1)
-    calibrated = [r for r in range(rungs - 1) if all(db[one][r] >= needed for one in slices.calibration)]
-    broken = found - (calibrated[0] if calibrated else rungs - 1)
-    assert len(tried) <= math.ceil(math.log2(rungs)) + 1 + broken
+    keep = [
+        candidate for candidate in range(candidates - 1) if all(db[one][candidate] >= needed for one in slices.checks)
+    ]
+    assert found == (keep[0] if keep else candidates - 1)
+    calibrated = [r for r in range(candidates - 1) if all(db[one][r] >= needed for one in slices.calibration)]
+    broken = found - (calibrated[0] if calibrated else candidates - 1)
+    assert len(tried) <= math.ceil(math.log2(candidates)) + 1 + broken
 
 
 def test_fewer_checked_slices_than_enough_need_a_margin() -> None:
@@ -114,9 +119,9 @@ def test_the_ladder_suits_the_links_and_ends_exactly(machine, ranks, codecs) -> 
     known = load_machine("aurora" if machine == "slow" else machine)
     topology = Topology.build(slowed(known, 10.0) if machine == "slow" else known, ranks)
     quality = asked("50dB").for_links(topology, AttentionWork(heads=24))
-    assert [config.exact for config in quality.rungs.values()] == [False] * (len(quality.rungs) - 1) + [True]
-    assert {config.codec for config in quality.rungs.values()} == codecs
-    assert [*quality.changes] == [*quality.rungs]
+    assert [config.exact for config in quality.candidates.values()] == [False] * (len(quality.candidates) - 1) + [True]
+    assert {config.codec for config in quality.candidates.values()} == codecs
+    assert [*quality.changes] == [*quality.candidates]
     assert len({frozenset(change) for name in (CODED, UNCODED) for change in read_ladder(name).values()}) == 1
 
 
@@ -125,7 +130,7 @@ def test_a_bound_chooses_the_threshold_of_a_step_cache() -> None:
     quality = asked("40dB", step_cache="first_block")
     topology = Topology.build(load_machine("aurora"), 12)
     assert quality.for_links(topology, AttentionWork(heads=24)) == quality and quality.caches
-    *cached, exact = quality.rungs.values()
+    *cached, exact = quality.candidates.values()
     thresholds = [config.step_cache_threshold for config in cached]
     assert thresholds == sorted(thresholds, reverse=True)
     assert {(config.step_cache, config.exact_attention) for config in cached} == {("first_block", True)}
@@ -155,12 +160,12 @@ def test_a_bounded_run_with_a_step_cache_tells_how_many_calls_were_cached(tmp_pa
 
 def test_the_record_names_what_was_tried_and_every_slice_below_the_bound() -> None:
     asked_for = asked("60dB")
-    kept = [*[*asked_for.rungs][:3], asked_for.exact]
-    quality = replace(asked_for, rungs={name: asked_for.rungs[name] for name in kept})
+    kept = [*[*asked_for.candidates][:3], asked_for.exact]
+    quality = replace(asked_for, candidates={name: asked_for.candidates[name] for name in kept})
     group = Group("mask block", Slices.chosen(30, 2, 10), {0: "a", 1: "b", 10: "k", 20: "u"}, {})
     known = {0: {0: 64.0, 1: 65.0, 10: 59.0, 20: 62.0}, 1: {0: 70.0, 1: None, 10: 63.5, 20: 71.0}}
-    for rung, db in known.items():
-        group.figures[rung] = {place: Figure(one, 1 + rung, 10) for place, one in db.items()}
+    for candidate, db in known.items():
+        group.figures[candidate] = {place: Figure(one, 1 + candidate, 10) for place, one in db.items()}
     assert group.next(quality) is None
     found = group.record(quality)
     first, second = found["tried"]

@@ -80,12 +80,12 @@ class VMajor(Codec):
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
         return self._call(self, exchange, layout, layer_key)
 
-    def begin_step(self, moment: StepInfo) -> None:
-        if moment.steps is None and self._exchange is not None:
+    def begin_step(self, step_info: StepInfo) -> None:
+        if step_info.steps is None and self._exchange is not None:
             raise UserError("V-Major needs to know how many steps run: parallelize(..., steps=N)")
-        if moment.run != self.moment.run:
+        if step_info.run != self.step_info.run:
             self.drift.sync_to_host()
-        super().begin_step(moment)
+        super().begin_step(step_info)
 
     def report(self) -> Mapping[int, StepNotes]:
         return self.drift.by_step()
@@ -96,7 +96,7 @@ class VMajor(Codec):
     @property
     def fraction(self) -> float | None:
         """The stable fraction r(t) of this step; None if a threshold decides."""
-        return self.schedule.stable_fraction(self.moment.step, self.moment.steps or 0)
+        return self.schedule.stable_fraction(self.step_info.step, self.step_info.steps or 0)
 
     @property
     def columns(self) -> int:
@@ -131,10 +131,10 @@ class SelectiveCall(LayerCall, ABC):
         """Receive all of v just before it is sent."""
 
     def begin(self, like_BLHD: Tensor) -> None:
-        codec, state, step = self._codec, self.state, self._codec.moment.step
+        codec, state, step = self._codec, self.state, self._codec.step_info.step
         codec.drift.ensure_step(step)
-        state.begin(like_BLHD, self.layout, codec.moment, anew=state.last_step != step - 1)
-        self.full = not state.follows or codec.schedule.is_full(step, codec.moment.steps or 0)
+        state.begin(like_BLHD, self.layout, codec.step_info, anew=state.last_step != step - 1)
+        self.full = not state.follows or codec.schedule.is_full(step, codec.step_info.steps or 0)
 
     def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         if self.full or OUTPUT in tensors:
@@ -177,7 +177,7 @@ class SelectiveCall(LayerCall, ABC):
         with self._trace.span("score", "select", self._layer):
             renew = self.full or self._codec.reference == "prev"
             scores_2BN = self._kernels.l1_score(v_BNHD, self.state.reference, renew)
-        self._codec.drift.scored(self._codec.moment.step, scores_2BN)
+        self._codec.drift.scored(self._codec.step_info.step, scores_2BN)
         return scores_2BN
 
     def choose_tokens(self, scores: Tensor, cards: Cards) -> Tensor:
@@ -197,7 +197,7 @@ class SelectiveCall(LayerCall, ABC):
         codec, layout = self._codec, self.layout
         selection = Selection.build(active_T, layout, batch, cards, codec.fraction, self._kernels)
         stable = sum(batch * layout.rows[rank] - len(selection.of_rank[rank]) for rank in noted)
-        codec.drift.chosen(codec.moment.step, batch * sum(layout.may_stay[rank] for rank in noted), stable)
+        codec.drift.chosen(codec.step_info.step, batch * sum(layout.may_stay[rank] for rank in noted), stable)
         return selection
 
 

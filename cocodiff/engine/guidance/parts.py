@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from cocodiff.comm.health import CALL
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import LaneFuture, Part, Transport
+from cocodiff.comm.transport import LaneFuture, SubTransport, Transport
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology import Topology
@@ -34,7 +34,7 @@ class GuidanceParts:
         axes, rank = Axes.build(topology, guidance=PARTS), transport.rank
         ranks = axes.branch(rank)
         self.number = axes.coordinates(rank).guidance
-        self.sequence = sequence_of(topology.part(ranks), Part(transport, ranks), trace)
+        self.sequence = sequence_of(topology.part(ranks), SubTransport(transport, ranks), trace)
         pair = axes.partners(rank)
         self._group = transport.group(sorted(pair))
         self._peer = self._group.ranks.index(pair[1 - self.number])

@@ -266,11 +266,14 @@ class Trials(Presets):
 
     def __init__(self, job: Job, quality: Quality, store: Store) -> None:
         self.job, self.quality, self.store, self.count = job, quality, store, len(job.batches)
-        self.settings, self.counts = [*quality.rungs], [batch.size for batch in job.batches] * len(quality.rungs)
+        self.settings, self.counts = (
+            [*quality.candidates],
+            [batch.size for batch in job.batches] * len(quality.candidates),
+        )
         self.groups: Mapping[int, Group] = {}
 
-    def number(self, rung: int, batch: int) -> int:
-        return (1 + rung) * self.count + batch
+    def number(self, candidate: int, batch: int) -> int:
+        return (1 + candidate) * self.count + batch
 
     def run(self, queue: Queue, first: int) -> None:
         """Tries until a setting is chosen for each group, on all ranks alike."""
@@ -280,7 +283,7 @@ class Trials(Presets):
             self._make(trials, queue)
             found = [self._figures(group, trial) for group, trial in (trials if whole.rank == 0 else [])]
             for (group, trial), figures in zip(trials, whole.broadcast_object(found), strict=True):
-                group.figures.setdefault(trial.rung, {}).update(figures)
+                group.figures.setdefault(trial.candidate, {}).update(figures)
                 if whole.rank == 0:
                     queue.bar.say(f"quality: {group.line(self.quality, trial)}")
         if whole.rank == 0:
@@ -311,33 +314,33 @@ class Trials(Presets):
 
     def _samples(self, setting: str, numbers: Sequence[int], index: int) -> ItemSamples:
         """Return the samples of an item of some batches that were made in trials of a setting."""
-        rung = self.settings.index(setting)
-        return unpacked(self.store, [self.number(rung, number) for number in numbers], index)[setting]
+        candidate = self.settings.index(setting)
+        return unpacked(self.store, [self.number(candidate, number) for number in numbers], index)[setting]
 
     def configs(self, task: int) -> dict[str, Config]:
-        return {self.quality.preset: self.quality.rungs[self._setting(task)]}
+        return {self.quality.preset: self.quality.candidates[self._setting(task)]}
 
     def _make(self, trials: Sequence[tuple[Group, Trial]], queue: Queue) -> None:
         """Makes what is missing of the batches of some trials, each with the exact setting as well."""
         wanted = {
-            (batch, rung)
+            (batch, candidate)
             for group, trial in trials
             for batch in group.batches_of(trial.slices)
-            for rung in (trial.rung, len(self.settings) - 1)
+            for candidate in (trial.candidate, len(self.settings) - 1)
         }
-        numbers = [self.number(rung, batch) for batch, rung in sorted(wanted)]
+        numbers = [self.number(candidate, batch) for batch, candidate in sorted(wanted)]
         queue.expect([*numbers, *range(self.count)])
         queue.run({number: partial(self._try, queue, number) for number in numbers})
 
     def _try(self, queue: Queue, number: int) -> Made:
-        rung, place = divmod(number - self.count, self.count)
+        candidate, place = divmod(number - self.count, self.count)
         batch = self.job.batches[place]
         queue.bar.begin(batch.size, self.job.steps(batch))
-        return packed(batch, self.job.make([self.settings[rung]], batch))
+        return packed(batch, self.job.make([self.settings[candidate]], batch))
 
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
         """What a trial has shown, by the places of items in their group."""
-        setting, exact = self.settings[trial.rung], self.quality.exact
+        setting, exact = self.settings[trial.candidate], self.quality.exact
         tried = [(n, *one) for n in group.batches_of(trial.slices) for one in enumerate(group.batches[n])]
         of_items = by_key((place, (number, at)) for number, at, place in tried)
         figures = {}

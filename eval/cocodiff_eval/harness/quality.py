@@ -113,7 +113,7 @@ class Bound:
 class Trial(NamedTuple):
     """A setting, by its place on the ladder, and the slices that are to be restored with it and compared."""
 
-    rung: int
+    candidate: int
     slices: tuple[int, ...]
 
 
@@ -137,7 +137,7 @@ class Slices:
         return 0.0 if len(self.checks) >= min(ENOUGH, self.count) else MARGIN_DB
 
 
-def next_trial(bound: Bound, slices: Slices, rungs: int, figures: Figures) -> Trial | int:
+def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) -> Trial | int:
     """What is to be tried next, or the place of the setting that is taken.
 
     rungs: settings of the ladder, from the cheapest to the exact one, which is never tried. Bisection finds the
@@ -146,25 +146,25 @@ def next_trial(bound: Bound, slices: Slices, rungs: int, figures: Figures) -> Tr
     """
     needed = bound.with_margin(slices.margin_db)
 
-    def keeps(rung: int, of: Sequence[int]) -> bool | None:
+    def keeps(candidate: int, of: Sequence[int]) -> bool | None:
         """None where a slice has not been restored with this setting."""
-        known = figures.get(rung, {})
+        known = figures.get(candidate, {})
         return all(needed.keeps(known[one]) for one in of) if all(one in known for one in of) else None
 
-    low, high = 0, rungs - 1
+    low, high = 0, candidates - 1
     while low < high:
         middle = (low + high) // 2
         kept = keeps(middle, slices.calibration)
         if kept is None:
             return Trial(middle, slices.calibration)
         low, high = (low, middle) if kept else (middle + 1, high)
-    for rung in range(low, rungs - 1):
-        kept = keeps(rung, slices.checks)
+    for candidate in range(low, candidates - 1):
+        kept = keeps(candidate, slices.checks)
         if kept is None:
-            return Trial(rung, slices.checks)
+            return Trial(candidate, slices.checks)
         if kept:
-            return rung
-    return rungs - 1
+            return candidate
+    return candidates - 1
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Quality:
     preset: str
     settings: dict[str, Any]
     changes: dict[str, dict[str, Any]]
-    rungs: dict[str, Config]
+    candidates: dict[str, Config]
 
     @classmethod
     def asked(cls, values: dict[str, Any]) -> Quality | None:
@@ -213,9 +213,9 @@ class Quality:
     def _with(self, changes: dict[str, dict[str, Any]]) -> Quality:
         """With another ladder."""
         make = partial(engine_record().preset, self.preset, **self.settings)
-        rungs = {name: make(**change) for name, change in changes.items()}
-        assert [*rungs.values()][-1].exact, f"the last setting of the ladder is exact, on top of {self.preset} too"
-        return replace(self, changes=changes, rungs=rungs)
+        candidates = {name: make(**change) for name, change in changes.items()}
+        assert [*candidates.values()][-1].exact, f"the last setting of the ladder is exact, on top of {self.preset} too"
+        return replace(self, changes=changes, candidates=candidates)
 
     def for_links(self, topology: Topology, work: AttentionWork) -> Quality:
         """With the settings for ranks that share a sequence, seated so: where no codec pays at the rates that the
@@ -224,46 +224,48 @@ class Quality:
             return self
         from cocodiff.engine.assemble import with_codec_chosen
 
-        config = next(iter(self.rungs.values())).with_(codec="auto", only_exact=False)
+        config = next(iter(self.candidates.values())).with_(codec="auto", only_exact=False)
         if topology.machine.missing_rates or with_codec_chosen(config, topology, work)[0].codec != "none":
             return self
         return self._with(read_ladder(UNCODED))
 
     @property
     def exact(self) -> str:
-        return [*self.rungs][-1]
+        return [*self.candidates][-1]
 
     @property
     def caches(self) -> bool:
         """Whether it chooses among settings of a step cache, which do something on one rank too."""
-        return any(config.step_cache != "none" for config in self.rungs.values())
+        return any(config.step_cache != "none" for config in self.candidates.values())
 
     @property
     def presets(self) -> dict[str, Config]:
         """As a job has them that knows of no ladder."""
-        return {self.preset: next(iter(self.rungs.values()))}
+        return {self.preset: next(iter(self.candidates.values()))}
 
     def line(self, unit: str) -> str:
         """What is asked for, and how it is found."""
-        if len(self.rungs) == 1:
+        if len(self.candidates) == 1:
             return f"quality {self.bound}: one rank alone sends nothing, so all {unit} are restored exactly"
-        uncoded = not self.caches and all(config.codec == "none" for config in self.rungs.values())
+        uncoded = not self.caches and all(config.codec == "none" for config in self.candidates.values())
         why = ", none with a codec, as its passes would take longer than these links," if uncoded else ""
         return (
-            f"quality {self.bound}: {self.bound.told}; of {len(self.rungs)} settings of {self.preset}{why} the "
+            f"quality {self.bound}: {self.bound.told}; of {len(self.candidates)} settings of {self.preset}{why} the "
             f"cheapest is taken that keeps it on {self.slices} {unit}, and on those that are checked"
         )
 
     def lasting(self) -> dict[str, Any]:
         """What results depend on."""
-        rungs = [{"name": name, **lasting(config)} for name, config in self.rungs.items()]
-        return {"bound": str(self.bound), "slices": self.slices, "every": self.every, "rungs": rungs}
+        candidates = [{"name": name, **lasting(config)} for name, config in self.candidates.items()]
+        return {"bound": str(self.bound), "slices": self.slices, "every": self.every, "rungs": candidates}
 
 
 def read_ladder(name: str = CODED) -> dict[str, dict[str, Any]]:
     """What each setting of a shipped ladder says on top of a preset, by its name, from the cheapest to the exact."""
-    rungs = read_yaml(find_shipped("ladder", "quality", "ladder"))[name]
-    return {rung["name"]: {key: value for key, value in rung.items() if key != "name"} for rung in rungs}
+    candidates = read_yaml(find_shipped("ladder", "quality", "ladder"))[name]
+    return {
+        candidate["name"]: {key: value for key, value in candidate.items() if key != "name"} for candidate in candidates
+    }
 
 
 class Figure(NamedTuple):
@@ -293,7 +295,7 @@ class Group:
     batches: Mapping[int, tuple[int, ...]]
     places: Mapping[tuple[int, int], int] = field(default_factory=dict)
     figures: dict[int, dict[int, Figure]] = field(default_factory=dict)
-    rung: int | None = None
+    candidate: int | None = None
 
     def apart(self, task: int) -> list[set[int]]:
         """Of a task the slices that settings are tried on, and those that are checked, for batches of their own."""
@@ -310,13 +312,13 @@ class Group:
             if (batch.task, batch.indices[0]) in self.places
         }
 
-    def db(self, rung: int) -> dict[int, float | None]:
-        return {place: figure.db for place, figure in self.figures.get(rung, {}).items()}
+    def db(self, candidate: int) -> dict[int, float | None]:
+        return {place: figure.db for place, figure in self.figures.get(candidate, {}).items()}
 
     def next(self, quality: Quality) -> Trial | None:
-        """What is to be tried next; None, and `rung` is set, when the setting is chosen."""
-        found = next_trial(quality.bound, self.slices, len(quality.rungs), {r: self.db(r) for r in self.figures})
-        self.rung = None if isinstance(found, Trial) else found
+        """What is to be tried next; None, and `candidate` is set, when the setting is chosen."""
+        found = next_trial(quality.bound, self.slices, len(quality.candidates), {r: self.db(r) for r in self.figures})
+        self.candidate = None if isinstance(found, Trial) else found
         return found if isinstance(found, Trial) else None
 
     def batches_of(self, slices: Sequence[int]) -> list[int]:
@@ -324,7 +326,7 @@ class Group:
 
     def record(self, quality: Quality) -> dict[str, Any]:
         """What was asked for, tried and taken: for run.yaml, metrics.json and the report."""
-        names, taken, bound = [*quality.rungs], self.taken, quality.bound
+        names, taken, bound = [*quality.candidates], self.taken, quality.bound
         return {
             "of": self.about,
             "bound": str(bound),
@@ -338,16 +340,16 @@ class Group:
             "calibrated_on": [self.names[place] for place in self.slices.calibration],
             "checked": [self.names[place] for place in sorted(self.figures.get(taken, {}))],
             "below": self._below(taken, bound),
-            "tried": [self._tried(rung, names[rung], bound) for rung in sorted(self.figures)],
+            "tried": [self._tried(candidate, names[candidate], bound) for candidate in sorted(self.figures)],
         }
 
     @property
     def taken(self) -> int:
-        assert self.rung is not None, "a setting is chosen"
-        return self.rung
+        assert self.candidate is not None, "a setting is chosen"
+        return self.candidate
 
-    def _tried(self, rung: int, name: str, bound: Bound) -> dict[str, Any]:
-        figures, worst = self.figures[rung], bound.worst(self.db(rung))
+    def _tried(self, candidate: int, name: str, bound: Bound) -> dict[str, Any]:
+        figures, worst = self.figures[candidate], bound.worst(self.db(candidate))
         sent, whole, late = (sum(of) for of in zip(*(figure[1:] for figure in figures.values()), strict=True))
         return {
             "setting": name,
@@ -356,17 +358,17 @@ class Group:
             "worst": None if worst is None else self.names[worst[0]],
             "bytes_of_whole": round(sent / whole, 4) if whole else None,
             "waited_of_whole": round((sent - late) / whole, 4) if whole else None,
-            "kept": all(bound.with_margin(self.slices.margin_db).keeps(db) for db in self.db(rung).values()),
-            "below": self._below(rung, bound),
-            "db": {self.names[n]: None if db is None else round(db, 3) for n, db in sorted(self.db(rung).items())},
+            "kept": all(bound.with_margin(self.slices.margin_db).keeps(db) for db in self.db(candidate).values()),
+            "below": self._below(candidate, bound),
+            "db": {self.names[n]: None if db is None else round(db, 3) for n, db in sorted(self.db(candidate).items())},
         }
 
-    def _below(self, rung: int, bound: Bound) -> list[str]:
-        return [self.names[place] for place, db in sorted(self.db(rung).items()) if not bound.keeps(db)]
+    def _below(self, candidate: int, bound: Bound) -> list[str]:
+        return [self.names[place] for place, db in sorted(self.db(candidate).items()) if not bound.keeps(db)]
 
     def line(self, quality: Quality, trial: Trial) -> str:
         """What a trial has shown."""
-        tried = self._tried(trial.rung, [*quality.rungs][trial.rung], quality.bound)
+        tried = self._tried(trial.candidate, [*quality.candidates][trial.candidate], quality.bound)
         worst, margin = tried["worst_db"], self.slices.margin_db
         of = f"{tried['setting']} on {tried['slices']} of {self.slices.count}"
         sent, waited = tried["bytes_of_whole"], tried["waited_of_whole"]
@@ -382,10 +384,10 @@ class Group:
 
     def taken_line(self, quality: Quality) -> str:
         """Which setting is taken, and why."""
-        name, checked = [*quality.rungs][self.taken], len(self.figures.get(self.taken, {}))
+        name, checked = [*quality.candidates][self.taken], len(self.figures.get(self.taken, {}))
         if self.slices.count == 0:
             told = "nothing is to be restored"
-        elif len(quality.rungs) == 1:
+        elif len(quality.candidates) == 1:
             told = "one rank alone sends nothing: all are restored exactly, and there is nothing to choose"
         elif not checked:
             told = f"no other setting keeps {quality.bound}: {name} is taken"

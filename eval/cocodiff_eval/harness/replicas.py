@@ -41,13 +41,13 @@ class Replica:
     """This rank's replica. transport: of its ranks; leads: whether this rank claims batches and writes."""
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
-        from cocodiff.comm.transport import Part  # torch
+        from cocodiff.comm.transport import SubTransport  # torch
 
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
         self.number = axes.coordinates(whole.rank).replica
         ranks = axes.replica(whole.rank)
-        self.transport: Any = whole if replicas == 1 else Part(whole, ranks)
+        self.transport: Any = whole if replicas == 1 else SubTransport(whole, ranks)
         self.topology = axes.topology.part(ranks)
         self.leads = self.transport.rank == 0
 

@@ -87,16 +87,18 @@ class Prepared:
     def partitioned(self, **work: Any) -> Prepared:
         """With its ranks divided, and what follows in the presets. work: as of `partition_of`. Raises UserError."""
         request, ranks, quality = self.request, self.ranks, self.quality
-        settings = [*(self.presets if quality is None else quality.rungs).values()]
+        settings = [*(self.presets if quality is None else quality.candidates).values()]
         partition = partition_of(self.values, request, settings, ranks, compares=quality is None, **work)
         check_model(request, ranks // (partition.replicas * partition.guidance), weights=not self.values["dry_run"])
         if quality is not None:
             quality = quality.for_links(*sequence_of(self.values, request, partition, ranks))
-            rungs = with_guidance(with_tokens(quality.rungs, self.values, request), partition, request)
-            quality = replace(quality, rungs=with_weights(rungs, self.values, request, partition, ranks, **work))
+            candidates = with_guidance(with_tokens(quality.candidates, self.values, request), partition, request)
+            quality = replace(
+                quality, candidates=with_weights(candidates, self.values, request, partition, ranks, **work)
+            )
             if ranks == partition.replicas and not quality.caches:
                 # Nothing travels, and so nothing is to be chosen.
-                quality = replace(quality, rungs={quality.exact: quality.rungs[quality.exact]})
+                quality = replace(quality, candidates={quality.exact: quality.candidates[quality.exact]})
         presets = with_guidance(with_tokens(self.presets, self.values, request), partition, request)
         if quality is None:
             presets = with_weights(presets, self.values, request, partition, ranks, **work)
@@ -228,7 +230,7 @@ def describe(prepared: Prepared) -> dict[str, Any]:
 def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
     """The modes to run (of a bound its settings), and the exact one: one that gives its bits, or one mode more."""
     if prepared.quality is not None:
-        return dict(prepared.quality.rungs), prepared.quality.exact
+        return dict(prepared.quality.candidates), prepared.quality.exact
     if not prepared.values["exact"]:
         return dict(prepared.presets), None
     whole = {"selection": "full", "codec": "none", "arrival": "now", "step_cache": "none"}

@@ -43,7 +43,7 @@ class ShownVolume:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShownPart:
     """The part of a volume that is embedded: every `step`-th voxel of a box."""
 
     box: Box
@@ -101,7 +101,7 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
     }
 
 
-def _part(volume: ShownVolume, room: int) -> Part:
+def _part(volume: ShownVolume, room: int) -> ShownPart:
     """Return the first part of a volume that fits in `room` bytes."""
     shape = volume.stack.shape
     step = [-(-side // CELLS) for side in shape]
@@ -130,7 +130,7 @@ def _part(volume: ShownVolume, room: int) -> Part:
         if VOXEL_BYTES * voxels + layers * min(masked, voxels) <= room:
             box, every, told = larger, apart, of_larger
     at = [min(a - side.start, side.stop - side.start - 1) // every for a, side in zip(middle, box, strict=True)]
-    return Part(box, every, told, at)
+    return ShownPart(box, every, told, at)
 
 
 def _around(middle: Sequence[int], shape: Sequence[int], voxels: float) -> Box:
