@@ -163,8 +163,10 @@ class JobBar:
         if not self.shown:
             say(text)
             return
-        with self._bar.external_write_mode(sys.stdout):
+        with self._bar.get_lock():  # tqdm's own function for this clears only bars on sys.stderr itself
+            self._bar.clear(nolock=True)
             say(text)
+            self._bar.refresh(nolock=True)
 
     def _redraw(self) -> None:
         interval_s = 0.5 if sys.stderr.isatty() else 15.0

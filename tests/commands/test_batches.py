@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import re
 import threading
@@ -289,6 +290,16 @@ def test_the_bar_of_a_job_counts_a_batch_as_far_as_it_has_come(
         bar.begin(2, 10)
         bar.advance(steps)
     assert re.findall(r"\d+%", capsys.readouterr().err)[-1] == percent
+
+
+def test_a_line_has_a_line_of_its_own_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, and in a file that both go to."""
+    seen = io.StringIO()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", seen)
+    with JobBar(4, "slices", lambda: 0, True) as bar:
+        bar.say("a line")
+    assert "a line" in re.split("[\r\n]", seen.getvalue())
 
 
 def test_the_first_calls_of_a_model_tell_how_long_it_takes(
