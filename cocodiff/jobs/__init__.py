@@ -1,4 +1,5 @@
-"""What any command needs that runs a model on ranks: ranks as processes, the partition of them, models loaded, options,
-a folder of results, the store of units of work that are finished, and the queue that replicas take them from. What is
-made of all that is `cocodiff_eval.harness`.
+"""The parts shared by all commands that run on ranks.
+
+They are: ranks as processes, the folder of results with its store of finished units of work, checks of models' files,
+options, output on the terminal, and `restore` for arrays. `cocodiff_eval.harness` builds the inpainting jobs from them.
 """

@@ -1,10 +1,10 @@
-"""Restoring an array from Python: `cocodiff inpaint` on ranks of its own, behind a function.
+"""The function `restore`, which runs `cocodiff inpaint` on an array from Python.
 
     restored = cocodiff.restore(volume, mask, samples=8)
     restored.mean, restored.low_90, restored.verdict
 
-The ranks are processes beside this one, so that a notebook keeps its memory and its device, and what a rank dies of
-leaves the notebook alone.
+The ranks are processes of their own: they take no memory and no device of a notebook that calls this, and a rank that
+crashes does not end it.
 """
 
 from __future__ import annotations
@@ -37,35 +37,27 @@ if TYPE_CHECKING:
     import numpy as np
 
 OUTLINE = (255, 176, 0)  # red, green and blue of a mask's outline
-SAID = 2000  # characters of what a job that failed has said
+SAID = 2000  # characters at the end of a failed job's output that its error shows
+# Options of `cocodiff inpaint` that callers of `restore` cannot give, since it sets them itself.
 DECIDED = "input mask out preset format quiet keep_samples overwrite resume config dry_run"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer to whether a restoration is better than methods without a model, by regions hidden in known voxels.
+    """The comparison of a restoration with methods without a model, measured on regions hidden in known voxels."""
 
-    kind         "ahead" of the best method without a model, a "tie" with it, "as good" if that method is at least as
-                 good as what was restored, or "unknown"
-    rival        the best method without a model on the hidden regions; None if nothing was hidden
-    lead_db      PSNR of what was restored minus that of the rival there, in dB; None if nothing was hidden
-    expected_db  the two ends of the range in which that difference lies under the mask, at 95 %; None if there are too
-                 few regions
-    regions      number of hidden regions
-    voxels       number of voxels in them
-    reason       why it is unknown; None if it is not
-    """
-
+    # Result: "ahead" of the best method without a model, a "tie" with it, "as good" if that method is at least as good
+    # as the restoration, or "unknown".
     kind: str = "unknown"
-    rival: str | None = None
-    lead_db: float | None = None
-    expected_db: Sequence[float] | None = None
-    regions: int = 0
-    voxels: int = 0
-    reason: str | None = None
+    rival: str | None = None  # the method without a model that is best on hidden regions; None if nothing was hidden
+    lead_db: float | None = None  # PSNR of the restoration there minus the rival's, in dB; None if nothing was hidden
+    expected_db: Sequence[float] | None = None  # 95 % range of that difference under the mask; None for too few regions
+    regions: int = 0  # number of hidden regions
+    voxels: int = 0  # number of voxels in them
+    reason: str | None = None  # why `kind` is "unknown"; None if it is not
 
     def __str__(self) -> str:
-        """Return the outcome in words."""
+        """Return the outcome as text: its kind, the lead in dB and the number of regions."""
         kinds = {"ahead": f"ahead of {self.rival}", "tie": f"a tie with {self.rival}"}
         kinds |= {"as good": f"{self.rival} is as good", "unknown": f"unknown: {self.reason}"}
         if self.lead_db is None:
@@ -77,38 +69,32 @@ class Outcome:
 
 @dataclass(frozen=True, repr=False)
 class Restored:
-    """A restored volume, [Z, Y, X] or [Y, X] as it was given.
+    """A restored volume, [Z, Y, X] or [Y, X] as it was given. All arrays have that shape."""
 
-    mean                the restoration, in the volume's dtype, outside the mask its very voxels
-    mask                True for what was restored, of the volume's shape; with `grow` and `invert`
-    spread              standard deviation of the samples, float32, in the volume's units, which is no error, as
-                        samples are too much alike; None for a single one
-    low_90, high_90     ends of the intervals that hold 90 % of the truth, by hidden regions of this volume, or of each
-                        slice of fewer than 16; None of one sample, and where nothing could be hidden
-    samples             each restoration by itself
-    verdict             how good this and methods without a model were on hidden regions, in words; None without a test
-    outcome             whether this is better than methods without a model, as data; in words by `str`
-    metrics             what metrics.json holds
-    """
-
-    mean: np.ndarray
-    mask: np.ndarray
+    mean: np.ndarray  # the restoration, in the volume's dtype; outside the mask the volume's voxels, bit for bit
+    mask: np.ndarray  # True for voxels that were restored, after the options `grow` and `invert`
+    # Standard deviation of the samples, float32, in the volume's units. It does not measure the error, since samples
+    # resemble each other too much. None for a single sample.
     spread: np.ndarray | None
+    # Lower ends of intervals that hold 90 % of the true values, in the volume's units. They are calibrated on hidden
+    # regions of the volume; in volumes of fewer than 16 slices each slice is calibrated by itself. None for a single
+    # sample, and if no region could be hidden.
     low_90: np.ndarray | None
-    high_90: np.ndarray | None
-    samples: Sequence[np.ndarray]
+    high_90: np.ndarray | None  # upper ends of the same intervals
+    samples: Sequence[np.ndarray]  # the single restorations
+    # Quality of the restoration and of methods without a model on hidden regions, as text; None without such a test.
     verdict: str | None
-    outcome: Outcome
-    metrics: dict[str, Any]
+    outcome: Outcome  # the comparison with methods without a model, as data; `str` gives it as text
+    metrics: dict[str, Any]  # content of metrics.json
 
     def __repr__(self) -> str:
         what = f"{' x '.join(map(str, self.mean.shape))} of {self.mean.dtype}, {int(self.mask.sum()):,} voxels restored"
         return f"Restored({what}, {len(self.samples)} sample(s); {self.outcome})"
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show: the outcome, and slices along each axis through the masked voxel in the middle.
+        """Return the HTML that notebooks show: the outcome, and one slice along each axis with the mask's outline.
 
-        The mask's outline is in them. Of a slice it is that slice.
+        The slices pass through the masked voxel nearest to the masked voxels' median. For [Y, X] it is that image.
         """
         import numpy as np
         from PIL import Image
@@ -133,7 +119,7 @@ class Restored:
 
     @property
     def uncertainty(self) -> np.ndarray | None:
-        """Half the width of the 90 % intervals, in the volume's units, of floats; None where there are none."""
+        """Half the width of the 90 % intervals, as floats in the volume's units; None without intervals."""
         if self.low_90 is None or self.high_90 is None:
             return None
         return self.high_90 * 0.5 - self.low_90 * 0.5
@@ -152,18 +138,53 @@ def restore(
     progress: bool = True,
     **options: Any,
 ) -> Restored:
-    """Restores the voxels of a volume where a mask is True, as in scikit-image.
+    """Restore the voxels of a volume where a mask is True.
 
-    volume: [Z, Y, X] or [Y, X], a NumPy, Zarr or Dask array or anything that gives slices as those do, which is read
-    chunk by chunk, or what NumPy makes an array of, as lists and torch's tensors. mask: of the same shape, or [Y, X]
-    for every slice. samples: restorations whose mean is taken. axes: of "z", "y" and "x", along which slices are
-    restored; None chooses. model: as of `cocodiff inpaint --model`. steps: denoising steps; "auto" takes the model's
-    own. ranks: of this host, each of which restores slices of its own as far as there are enough. progress: shows a
-    bar. options: further ones of `cocodiff inpaint`, as seed=1.
+    The job runs in processes of its own and in a temporary folder. The folder is removed when the function returns or
+    raises, also on KeyboardInterrupt. If this process is killed, the job ends and removes it.
 
-    Raises UserError for what cannot be restored, in a line; PeerLost where a rank is killed, fails, is stopped or falls
-    silent; RuntimeError where a job fails otherwise. Nothing is left in any case, a KeyboardInterrupt included; where
-    this process is killed, its job ends and removes the folder.
+    Parameters
+    ----------
+    volume : array_like
+        Integers or floats, [Z, Y, X] or [Y, X]. NumPy, Zarr and Dask arrays, and others that are sliced like these, are
+        read chunk by chunk. Lists and torch tensors are converted by NumPy.
+    mask : array_like
+        True where to restore: an array of the volume's shape, or [Y, X] for every slice.
+    samples : int
+        Number of restorations whose mean is returned.
+    axes : sequence of str, optional
+        Axes along which slices are restored: some of "z", "y" and "x". By default chosen from the volume.
+    model : str
+        "embedded" or another value of `cocodiff inpaint --model`.
+    steps : int or "auto"
+        Number of denoising steps. "auto" takes the model's default.
+    ranks : int
+        Number of processes on this host. They restore different slices, if there are enough.
+    preset : str
+        Name of one preset of the exchange.
+    progress : bool
+        Show a progress bar on stderr.
+    **options
+        Other options of `cocodiff inpaint`, such as seed=1.
+
+    Returns
+    -------
+    Restored
+        The mean, the samples, the intervals, and the comparison with methods without a model.
+
+    Raises
+    ------
+    UserError
+        If an argument or option is wrong, or the volume cannot be restored. The message is one line.
+    PeerLost
+        If a rank is killed, fails, is stopped or no longer responds.
+    RuntimeError
+        If the job fails for another reason. The message ends with its output.
+
+    Warns
+    -----
+    UserWarning
+        For each remark of the job on the volume or the mask.
     """
     unknown = sorted({*options} & {*DECIDED.split()})
     if unknown:
@@ -186,7 +207,11 @@ def restore(
 
 
 def _save(array: Any, path: Path) -> None:
-    """Save the volume or the mask, by the file's name, piece by piece, as it may be larger than memory."""
+    """Save an array as .npy, piece by piece, since it may be larger than memory.
+
+    The file's name tells if it is the volume or the mask, which is saved as 0 and 1. Raise UserError for an array that
+    cannot be restored, including one whose attributes declare some of its voxels missing.
+    """
     import numpy as np
 
     from cocodiff.jobs.declared import describe, find_missing, read_declared
@@ -218,16 +243,21 @@ def _save(array: Any, path: Path) -> None:
 
 
 def _pieces(array: Any) -> Iterable[tuple[slice, ...]]:
-    """What is read at once: whole rows of a slice, or of the chunks that an array has, which are decoded or computed
-    once so. Zarr and HDF5 tell a chunk's sides, Dask those of all chunks along each axis."""
+    """Return the indices of the pieces in which an array is read, each whole along the last axis.
+
+    A piece is as long along the other axes as the array's chunks, so each chunk is decoded or computed only once.
+    Without chunks a piece is one slice of a volume, or one row of an image.
+    """
     chunks = getattr(array, "chunks", None) or (1, *array.shape[1:])
     cuts = []
+    # In `chunks` Zarr and HDF5 have one length per axis, Dask the lengths of all chunks along each axis.
     for sides, length in zip(chunks[:-1], array.shape, strict=False):
         cuts.append([0, *accumulate(sides)] if isinstance(sides, tuple) else [*range(0, length, max(1, sides)), length])
     return product(*([slice(*ends) for ends in pairwise(cut)] for cut in cuts))
 
 
 def _words(options: dict[str, Any]) -> list[str]:
+    """Return options as words of the command line. Raise UserError for arrays."""
     words = []
     for name, value in options.items():
         if getattr(value, "ndim", 0):
@@ -240,8 +270,11 @@ def _words(options: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _started(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The process of a job, which waits for its options on stdin; what it says is in the file `said` of the folder. It
-    is started before the folder holds a volume, as it removes the folder where this process is killed."""
+    """Start the process of a job, which waits for its options on stdin. End it if the block raises.
+
+    Its output goes to the file `said` in the folder. It is started before the volume is written to the folder, since it
+    removes the folder if this process is killed.
+    """
     command, environment = dependent_words("main(json.load(sys.stdin))", str(folder)), without_launcher(os.environ)
     with (folder / "said").open("w") as said:
         job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said, env=environment, text=True)
@@ -258,9 +291,9 @@ def _started(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _run(job: subprocess.Popen[str], words: Sequence[str], out: Path, progress: bool) -> None:
-    """Run a job to its end. Raise as `restore`."""
+    """Send a job its options and wait for its end. Raise its error, as `restore` does."""
     assert job.stdin is not None
-    with suppress(BrokenPipeError), job.stdin:  # it may have been killed, which its exit code tells
+    with suppress(BrokenPipeError), job.stdin:  # a job that was killed is reported by its exit code
         job.stdin.write(json.dumps(words))
     _watch(job, out, progress)
     if job.returncode:
@@ -268,6 +301,7 @@ def _run(job: subprocess.Popen[str], words: Sequence[str], out: Path, progress: 
 
 
 def _watch(job: subprocess.Popen[str], out: Path, progress: bool) -> None:
+    """Wait for a job's end, and show a bar of the slices that are finished in the store below `out`."""
     from tqdm.auto import tqdm
 
     store = Store(out / PARTIAL)
@@ -283,21 +317,21 @@ def _watch(job: subprocess.Popen[str], out: Path, progress: bool) -> None:
 
 
 def _error(code: int, text: str, folder: Path) -> Exception:
-    """Return the error for a job's exit code and output: of a mistake the line without its files and options."""
+    """Return the error for a job's exit code and output. Temporary files and `--` are removed from a UserError."""
     said = [line.removeprefix("cocodiff: ") for line in text.splitlines() if line.startswith("cocodiff: ")]
     failed = RuntimeError(f"the restoration failed: {text[-SAID:]}")
-    if code == 2 and said:  # a later line may tell what is kept
+    if code == 2 and said:  # a later line may say which results are kept
         line = re.sub(rf"{re.escape(str(folder))}/(volume|mask)\.npy", r"\1", said[0])
         line = re.sub(r"(argument )?--(?=\w)", "", line.removesuffix("; see cocodiff inpaint --help"))
         return UserError(f"restore: {line}")
     lost = PeerLost(0, f"was killed by {signal.Signals(-code).name}") if code < 0 else read_loss(text)
     if lost is not None:
-        lost.__cause__ = failed  # a traceback may stand there
+        lost.__cause__ = failed  # its text may have the rank's traceback
     return lost or failed
 
 
 def _read(folder: Path, preset: str) -> Restored:
-    """Return the results in the folder of a finished job."""
+    """Return the results of a finished job from its temporary folder."""
     import numpy as np
 
     out = folder / "out"
@@ -309,7 +343,7 @@ def _read(folder: Path, preset: str) -> Restored:
 
     metrics = json.loads((out / "metrics.json").read_text())
     told = [*metrics.get("volumes", []), *metrics["images"]]
-    tested = any(one.get("intervals") for one in told)  # else the ends are those of the type
+    tested = any(one.get("intervals") for one in told)  # else intervals span the whole range of the dtype
     said = [one["verdict"] for one in metrics.get("volumes", []) if one["verdict"] is not None]
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
