@@ -1,4 +1,7 @@
-"""Processes of this host: whether there is room for them, forking, signals that reach all, an end with their parent."""
+"""The child processes of a job on this host: their start, signals to all of them, their end with their parent.
+
+This module also checks that the host has memory, processes and open files for them.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,23 @@ from typing import Any
 from cocodiff.comm.launch import python_words
 from cocodiff.config.errors import UserError
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # asked of the parent, they end all children
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # each, sent to the parent, ends all children
 
-AGAIN_S = 0.05  # until an interrupt that was swallowed is raised again
-STOP_S = 10.0  # for a job to end once it has been asked to
+AGAIN_S = 0.05  # delay until an interrupt that Python dropped is raised again
+STOP_S = 10.0  # longest time for a job to end after SIGTERM
 PROC = Path("/proc")
-# Bytes of a CPU rank's own beside weights and activations, once a step has run. About half are pages of imports that
-# ranks share after a fork until Python counts references in them; the rest are connections' and lanes' buffers, kernels
-# that oneDNN compiles, and what the C library's allocator holds.
+# Bytes that a CPU rank needs besides weights and activations after its first step. About half are pages of imported
+# modules, which are shared after a fork until Python changes reference counts in them. The rest are buffers of
+# connections and lanes, kernels compiled by oneDNN, and memory that the C library's allocator keeps.
 LIBRARIES = 26 * 2**20
-FILES, FILES_OF_A_PEER = 16, 4  # that a rank has open at least: measured on 6 and 12 ranks over gloo
+# Least number of open files of a rank, and how many each peer adds: measured with 6 and 12 ranks over gloo.
+FILES, FILES_OF_A_PEER = 16, 4
 
 
 class StopRequest:
-    """A signal handler that only takes note: an exception from it could strike anywhere, and lose a process."""
+    """A signal handler that only sets a flag. An exception could interrupt any line, and leave a process unattended."""
 
-    asked = False
+    asked = False  # True once a signal has arrived
 
     def __call__(self, *_: Any) -> None:
         self.asked = True
@@ -43,7 +47,10 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Takes note of STOPS while the block lasts. What is ignored stays so (nohup ignores SIGHUP)."""
+    """Record STOPS in a flag while the block lasts, instead of ending this process.
+
+    Signals that are ignored stay ignored, for instance SIGHUP under nohup. The earlier handlers are restored.
+    """
     stop = StopRequest()
     heeded = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in heeded}
@@ -55,22 +62,23 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def ignore_stops() -> None:
+    """Ignore all signals of STOPS in this process."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def keep_interrupts() -> None:
-    """Raise an interrupt again a moment later where Python has swallowed it.
+    """Install a hook that sends this process its signal again if Python has dropped a KeyboardInterrupt.
 
-    Python drops what is raised in a weak reference's callback or a finaliser and prints a traceback instead, so a run
-    that was asked to stop just then would go on.
+    Python drops exceptions in callbacks of weak references and in finalisers, and only prints a traceback. A run that
+    was interrupted there would continue.
     """
     report = sys.unraisablehook
 
     def raise_again() -> None:
         time.sleep(AGAIN_S)
         number = next((one for one in (signal.SIGTERM, signal.SIGINT) if callable(signal.getsignal(one))), None)
-        if number is not None:  # else the work is done, and stops are ignored
+        if number is not None:  # else the work is done, and both signals are ignored
             os.kill(os.getpid(), number)
 
     def hook(swallowed: sys.UnraisableHookArgs) -> None:
@@ -83,8 +91,11 @@ def keep_interrupts() -> None:
 
 
 def fork(job: Callable[[], int], on_terminate: Any) -> int:
-    """A process that runs a job and ends with its exit code, 1 where it raises. It dies with its parent, and of STOPS
-    heeds SIGTERM alone, which the parent sends: Ctrl-C and a hangup reach the whole terminal group."""
+    """Fork a process that runs `job` and exits with its result, or with 1 if it raises. Return the process id.
+
+    The process is killed when its parent ends. It ignores STOPS except SIGTERM, which only the parent sends: Ctrl-C and
+    a hangup reach every process of the terminal. `on_terminate` is its handler for SIGTERM.
+    """
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -103,24 +114,35 @@ def fork(job: Callable[[], int], on_terminate: Any) -> int:
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel (Linux) send this process a signal when its parent ends, also once it runs another program."""
+    """Have the Linux kernel send this process a signal when its parent ends. It stays in force after an exec.
+
+    parent: process id of the parent. If it has ended already, the signal is sent at once.
+    """
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        os.kill(os.getpid(), number)  # it went before we asked
+        os.kill(os.getpid(), number)  # it ended before this call
 
 
 def dependent_words(call: str, folder: str = "") -> list[str]:
-    """Return the command that runs our command line in a process that ends with this one (`run_dependent`).
+    """Return the command that runs cocodiff's `main` in a process that ends when this one ends.
 
-    call: Python that calls `main`, and may use json and sys. folder: is removed where this process has ended first.
+    Args:
+        call: Python expression that calls `main`; it may use json and sys
+        folder: folder that the process removes if this one ends first; "" for none
     """
     names = "import json; from cocodiff.cli.main import main; from cocodiff.jobs.children import run_dependent"
     return python_words(f"{names}; sys.exit(run_dependent(lambda: {call}, {os.getpid()}, {folder!r}))")
 
 
 def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
-    """Return the exit code of a call, which is interrupted when `parent`, the process that started this one, ends."""
+    """Return the result of `call`. Raise KeyboardInterrupt in it on SIGTERM, or when the parent process ends.
+
+    Args:
+        call: function that returns an exit code
+        parent: id of the process that started this one
+        folder: folder to remove at the end if the parent has ended; "" for none
+    """
 
     def clean() -> None:
         if os.getppid() != parent and folder:
@@ -131,7 +153,7 @@ def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
         os._exit(1)
 
     def interrupt(*_: Any) -> None:
-        # A library may have swallowed the interrupt, or hold Python's lock for good.
+        # If a library drops the interrupt, the timer ends the process; if one keeps Python's lock, the alarm does.
         patience = threading.Timer(STOP_S, give_up)
         patience.daemon = True
         patience.start()
@@ -149,12 +171,13 @@ def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
 
 
 def signal_all(children: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to all processes with these ids."""
     for pid in children:
         os.kill(pid, number)
 
 
 def check_room(ranks: int) -> None:
-    """Raises UserError where so many forked ranks would take more memory, processes or open files than there are."""
+    """Raise UserError if this host lacks memory, processes or open files for this number of forked ranks."""
     memory = _available_memory()
     if memory is not None and ranks * LIBRARIES > memory:
         said = f"each takes {LIBRARIES >> 20} MiB at least and {memory >> 20} MiB are available"
@@ -171,13 +194,14 @@ def check_room(ranks: int) -> None:
 
 
 def _available_memory() -> int | None:
-    """Bytes; None where the system does not tell."""
+    """Return the memory available on this host, in bytes; None if the system does not report it."""
     listed = PROC / "meminfo"
     found = re.search(r"^MemAvailable:\s+(\d+)", listed.read_text(), re.MULTILINE) if listed.exists() else None
     return int(found[1]) * 1024 if found else None
 
 
 def _allowed_processes() -> int | None:
+    """Return the largest number of processes of this user; None if the system does not report it."""
     listed = PROC / "sys" / "kernel" / "pid_max"
     limits = [int(listed.read_text())] if listed.exists() else []
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]

@@ -1,5 +1,7 @@
-"""The attributes that say something of the values of an array, as netCDF, CF and xarray have them: of HDF5 and Zarr
-files, and of arrays that a program gives."""
+"""The attributes that tell how to read an array's values, such as `_FillValue`: netCDF's, CF's and xarray's.
+
+They come from HDF5 and Zarr files, and from arrays that a program gives to `restore`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,23 @@ import numpy as np
 
 from cocodiff.config.errors import UserError
 
-MISSING = ("_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
-SCALES = {"scale_factor": [1], "add_offset": [0]}  # and the numbers that change nothing
-OF_VOXELS = (*MISSING, "add_offset", "_Unsigned")  # which a mask or a deviation of the voxels must not have
-Declared = Mapping[str, list[float]]  # numbers by the name of the attribute, as voxels are stored
+MISSING = ("_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")  # they tell which voxels are missing
+SCALES = {"scale_factor": [1], "add_offset": [0]}  # attributes that scale values, with the numbers that change nothing
+OF_VOXELS = (*MISSING, "add_offset", "_Unsigned")  # true of the voxels, but not of a mask or a deviation made from them
+Declared = Mapping[str, list[float]]  # attribute's name to its numbers, in units of the stored values
 
 
 def read_declared(attributes: Mapping[str, Any], dtype: np.dtype, path: str) -> Declared:
-    """Return the numbers of the attributes that say something of the values, by name: of each those before
-    the first that is no number, and none of an attribute that has only NaN. "true" is 1. Raises UserError for integers
-    of a type that are to be read with a sign, or without one, unlike it."""
+    """Return the numbers of the attributes of MISSING, SCALES and `_Unsigned`, by name.
+
+    The list of an attribute ends before its first value that is not a number. "true" is read as 1. An attribute without
+    a number, or with only NaN, is left out. Raise UserError if `_Unsigned` contradicts the dtype's sign.
+
+    Args:
+        attributes: all attributes of the array
+        dtype: type of the stored values
+        path: name of the array, for errors
+    """
     found = {name: _numbers(attributes[name]) for name in (*SCALES, *OF_VOXELS) if name in attributes}
     if [found.get("_Unsigned"), dtype.kind] in ([[1], "i"], [[0], "u"]):
         raise UserError(f"{path}: values of type {dtype} and the attribute _Unsigned; save them as this says")
@@ -30,11 +39,12 @@ def read_declared(attributes: Mapping[str, Any], dtype: np.dtype, path: str) -> 
 
 
 def _numbers(value: Any) -> list[float]:
+    """Return the values of one attribute up to the first that is not a number."""
     found = list[float]()
     with suppress(ValueError, TypeError, struct.error):
         for one in np.ravel(value).tolist():
             text = one.decode() if isinstance(one, bytes) else str(one)
-            if text.endswith("="):  # as xarray writes floats in Zarr v3
+            if text.endswith("="):  # base64, as xarray writes floats in Zarr v3
                 one = struct.unpack("<d", base64.b64decode(text))[0]
             one = {"true": 1, "false": 0}.get(text.lower(), one)
             found.append(one if isinstance(one, int) else float(one))
@@ -42,14 +52,14 @@ def _numbers(value: Any) -> list[float]:
 
 
 def find_limits(declared: Declared, dtype: np.dtype) -> tuple[float, float]:
-    """Return the least and the largest number of a type, integers or floats, that are in the valid range."""
+    """Return the smallest and the largest value of an integer or float dtype within the declared valid range."""
     whole, least, most = (declared.get(name, []) for name in MISSING[2:])
     info = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
     return max([info.min, *whole[:1], *least]), min([info.max, *whole[1:2], *most])
 
 
 def find_missing(declared: Declared, voxels: np.ndarray) -> np.ndarray:
-    """Return where voxels are missing: equal to a fill value or beyond the valid range. Boolean, of the same shape."""
+    """Return a boolean array of the voxels' shape: True where a voxel is a fill value or outside the valid range."""
     missing = np.zeros(voxels.shape, bool)
     if declared:
         low, high = find_limits(declared, voxels.dtype)
@@ -60,11 +70,15 @@ def find_missing(declared: Declared, voxels: np.ndarray) -> np.ndarray:
 
 
 def fill_values(declared: Declared) -> set[float]:
+    """Return the values that mark missing voxels, without NaN."""
     return {one for name in MISSING[:2] for one in declared.get(name, []) if one == one}
 
 
 def move_off_missing(declared: Declared, voxels: np.ndarray, known: float) -> None:
-    """Replace voxels that equal a fill value by the next number that is none, towards `known`, which is none."""
+    """Replace voxels that equal a fill value, in place, by the nearest other value in the direction of `known`.
+
+    known: a value that is not a fill value
+    """
     for one in sorted(fill_values(declared), key=lambda one: -abs(one - known)):
         if (equal := voxels == one).any():
             step = 1 if one < known else -1
@@ -73,6 +87,6 @@ def move_off_missing(declared: Declared, voxels: np.ndarray, known: float) -> No
 
 
 def describe(declared: Declared, names: Collection[str] = MISSING) -> list[str]:
-    """Return those of some attributes that change anything, in words, such as "_FillValue 65535"."""
+    """Return the attributes in `names` as text, such as "_FillValue 65535", except those that change nothing."""
     given = {name: declared[name] for name in names if name in declared and declared[name] != SCALES.get(name)}
     return [f"{name} {', '.join(f'{one:.12g}' for one in numbers)}" for name, numbers in given.items()]

@@ -1,5 +1,7 @@
-"""A folder of results: they appear when all are there, one run at a time writes to it, and of what it held before only
-files that cocodiff wrote are ever removed."""
+"""The folder of a run's results. They appear in it all at once, when the run is finished.
+
+One run at a time writes to a folder. Only files that cocodiff wrote are ever removed from it.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,25 @@ from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.config.files import replace_text
 from cocodiff.jobs.store import FOLDER, PARTIAL, Store
 
-MANIFEST = ".cocodiff-files.json"
-LOCK = ".cocodiff.lock"
-REFUSED = "refused"  # a file of a benchmark's folder: why it cannot be measured. launch/campaign.pbs looks for it
+MANIFEST = ".cocodiff-files.json"  # list of the files that cocodiff wrote into the folder
+LOCK = ".cocodiff.lock"  # locked by the run that writes to the folder, which it names
+REFUSED = "refused"  # file with the reason why a benchmark cannot be measured; launch/campaign.pbs looks for it
 NOTHING_LEFT = "nothing was written"
-LEAVING_S = 10.0  # for the ranks of a killed run to go
+LEAVING_S = 10.0  # longest wait for the last ranks of a killed run to end
+# Error numbers of a full or failing disk.
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 class Manifest(NamedTuple):
-    """The files that cocodiff wrote into a folder. run: of which run; settings: what the results depend on, if it kept
-    units."""
+    """The list of the files that cocodiff wrote into a folder, kept in the folder as JSON."""
 
-    run: str
-    files: list[str]
-    settings: dict[str, Any] | None = None
+    run: str  # the run's identifier, 16 hexadecimal digits
+    files: list[str]  # paths relative to the folder
+    settings: dict[str, Any] | None = None  # what the results depend on; None or empty for runs without units of work
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """None where there is none, or no whole one."""
+        """Return the manifest in a folder, without files outside of it; None if there is none or it is damaged."""
         if not (folder / MANIFEST).is_file():
             return None
         try:
@@ -51,6 +53,7 @@ class Manifest(NamedTuple):
             return None
 
     def write(self, folder: Path) -> None:
+        """Write the manifest into a folder, in place of an older one."""
         about = "what cocodiff wrote here: --overwrite removes these files and no others"
         replace_text(folder / MANIFEST, json.dumps({"about": about, **self._asdict()}, indent=1))
 
@@ -59,11 +62,12 @@ NOTHING = Manifest("", [])
 
 
 def _named(pid: int) -> str:
+    """Return the text by which the lock file names a process of this host."""
     return f"pid {pid} on {socket.gethostname()}"
 
 
 def _is_gone(who: str) -> bool:
-    """Whether it names a process of this host that lives no more."""
+    """Return True if `who`, text of a lock file, names a process of this host that has ended."""
     pid = who.removeprefix("pid ").partition(" ")[0]
     if not pid.isdecimal() or who != _named(int(pid)):
         return False
@@ -75,13 +79,13 @@ def _is_gone(who: str) -> bool:
 
 
 def shown(out: str) -> str:
-    """`--out` as an error names it."""
+    """Return the value of --out for an error, shortened to 80 characters."""
     return out if len(out) <= 80 else f"{out[:77]}..."
 
 
 @contextlib.contextmanager
 def refusing(out: str) -> Iterator[None]:
-    """Turns what the file system refuses into a line about --out. Raises UserError."""
+    """Raise a UserError about --out in place of an error of the file system in the block."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
@@ -93,18 +97,21 @@ def refusing(out: str) -> Iterator[None]:
 
 
 def check_place(out: str, final: Path) -> None:
-    """Raises UserError where the folder `final` cannot be made or written to."""
+    """Raise UserError if the folder `final` cannot be made or written to. `out` is the value of --out."""
     with refusing(out):
         if final.exists() and not final.is_dir():
             raise UserError(f"--out {shown(out)} is a file: name a folder")
         above = next(path for path in (final, *final.parents) if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise UserError(f"--out {shown(out)}: no permission to write in {above}: choose another folder")
-        tempfile.TemporaryFile(dir=above).close()  # /proc and full disks show only when something is written
+        tempfile.TemporaryFile(dir=above).close()  # /proc and full disks raise only when something is written
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves all but a manifest from one folder into another; a folder that is not there is renamed as a whole."""
+    """Move all files but the manifest from one folder into another, in place of files of the same names.
+
+    A folder that does not exist in `target` is renamed as a whole.
+    """
     for one in [*source.iterdir()]:
         there = target / one.name
         if one.is_dir() and there.is_dir():
@@ -114,18 +121,23 @@ def _move(source: Path, target: Path) -> None:
 
 
 class OutputFolder:
-    """Results are written to `partial`, a hidden folder in `final`, and moved into `final` by `publish`, which then
-    removes those of an older run; the next start completes a move that was cut short. Links are followed and stay.
+    """The folder that a run writes its results to.
 
-    All ranks make the same object. `held` keeps other runs out; its owner is the process that ranks are forked from, or
-    rank 0 under a launcher. Rank 0 opens and publishes. Whoever outlives a failed run calls `discard`, which keeps the
-    hidden folder where units of work are finished: `resume` goes on there.
+    Results are written to `partial`, a hidden folder in `final`. `publish` moves them into `final` and then removes
+    those of an older run. If it is interrupted, the next start completes the move. A link in the place of the folder is
+    followed and kept.
+
+    All ranks make the same object. The process that ranks are forked from, or rank 0 under a launcher, enters `held`,
+    which keeps other runs out. Rank 0 calls `open` and `publish`. At the end `held` calls `discard`, which removes the
+    hidden folder of a failed run unless it has finished units of work, from which a run with `resume` continues.
     """
 
     def __init__(self, out: str, overwrite: bool, resume: bool = False) -> None:
-        """Checks that results may go to `out`, and writes nothing. Raises UserError where they may not, or where a run
-        that did not end has left finished batches there and neither `overwrite` nor `resume` says what becomes of them.
-        With both, they are kept."""
+        """Check that results may be written to `out`. Nothing is written. Raise UserError if they may not.
+
+        Finished batches of a run that did not end need `overwrite`, which removes them, or `resume`, which continues
+        from them. With both they are kept.
+        """
         self.out, self.overwrite, self.resume = shown(out), overwrite, resume
         self.run = secrets.token_hex(8)
         with refusing(self.out):
@@ -134,7 +146,7 @@ class OutputFolder:
         self.store = Store(self.partial)
         check_place(out, self.final)
         with refusing(self.out):
-            if self._lock_file.is_file() and self.finished is None:  # so that nobody prepares a run for nothing
+            if self._lock_file.is_file() and self.finished is None:  # fail before a run is prepared
                 lock = os.open(self._lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     self._lock(lock, fcntl.LOCK_SH)
@@ -145,22 +157,27 @@ class OutputFolder:
 
     @property
     def finished(self) -> Manifest | None:
-        """With `resume`, the record of a run that has ended well; None where something is left to do."""
+        """The manifest of the finished run that `resume` finds here; None if work is left, or with `overwrite`."""
         if not self.resume or self.overwrite:
             return None
-        manifest = Manifest.read(self.partial)  # of a run that was killed while it put its results in place
+        manifest = Manifest.read(self.partial)  # of a run killed while it moved its results
         if manifest is None and not self._replaces():
             manifest = Manifest.read(self.final)
         return manifest if manifest is not None and manifest.settings else None
 
     def confirm(self, difference: tuple[str, str, str] | None) -> None:
-        """Returns when the results of a run that is `finished` are in place. difference: between its settings and this
-        run's. Raises UserError where there is one, or where some of the results are gone."""
+        """Complete the move of the results of a run that is `finished`, if it was interrupted.
+
+        Raise UserError if some of these results are missing, or if the run had other settings than this one.
+
+        Args:
+            difference: the first setting that differs: its name, its value there and its value now; None if none does
+        """
         if difference is not None:
             told = "{}: {} there, {} now".format(*difference)
             remedy = "choose another folder, or replace them with --overwrite"
             raise UserError(f"--out {self.out}: the results there are finished, with other settings ({told}): {remedy}")
-        with self.held():  # puts in place, or clears, what a kill has left
+        with self.held():  # entering it moves or removes what a killed run has left
             pass
         files = (Manifest.read(self.final) or NOTHING).files
         if gone := [name for name in files if not (self.final / name).exists()]:
@@ -168,7 +185,11 @@ class OutputFolder:
             raise UserError(f"--out {self.out}: {told}: make them again with --overwrite, or choose another folder")
 
     def _check_leftover(self) -> bool:
-        """Whether what a run that did not end has finished is kept, for this one to go on with."""
+        """Return True if this run continues from units that a run which did not end has finished.
+
+        Raise UserError if there are such units and neither `resume` nor `overwrite` is set, or their record is damaged
+        and `overwrite` is not set.
+        """
         kept = self.store.kept()
         if Manifest.read(self.partial) is not None:
             return False
@@ -183,11 +204,12 @@ class OutputFolder:
         return self.resume
 
     def _replaces(self) -> bool:
-        """Whether results that are there already may be replaced: a run that goes on may do what it might before."""
+        """Return True if existing results may be replaced. A run with `resume` keeps the `overwrite` it began with."""
         header = self.store.header() if self.resume else None
         return self.overwrite or (header is not None and header.get("overwrite") is True)
 
     def _check_free(self) -> None:
+        """Raise UserError if the folder has files that this run may not replace."""
         if not self.final.is_dir() or not {path.name for path in self.final.iterdir()} - {PARTIAL, LOCK, REFUSED}:
             return
         if self.finished is not None:
@@ -199,7 +221,7 @@ class OutputFolder:
             raise UserError(f"--out {self.out} holds no {MANIFEST}, so it is not ours to overwrite: {remedy}")
 
     def keep_apart(self, paths: Sequence[str]) -> None:
-        """Raises UserError where one of the run's inputs is among the files that it would replace."""
+        """Raise UserError if one of `paths`, the run's inputs, is among the files that it would replace."""
         replaced = {(self.final / name).resolve() for name in (Manifest.read(self.final) or NOTHING).files}
         for path in paths if replaced else ():
             if "\0" not in path and self._is_among(path, replaced):
@@ -208,7 +230,10 @@ class OutputFolder:
 
     @staticmethod
     def _is_among(path: str, files: set[Path]) -> bool:
-        """Whether an input is one of some files, a folder or a pattern of them, or in a store that holds them."""
+        """Return True if an input's path names one of `files`.
+
+        It may also be a folder that has one of them, a pattern that matches one, or a path in a Zarr store with one.
+        """
         place = Path(path.split(":/")[0]).resolve()
         stores = [above for above in place.parents if above.suffix.lower() == ".zarr"]
         return any(
@@ -218,8 +243,11 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps every other run out while the block lasts, and clears what no living run owns: first of earlier ones
-        that were killed, at the end of this one if it failed. Raises UserError where another run is at work."""
+        """Keep other runs out of the folder while the block lasts. Raise UserError if another run writes to it.
+
+        On entry, results of a killed run are moved into place if they are finished, and removed if they are not. At the
+        end, what a failed run has written is removed, with the folders made for it. Finished units of work are kept.
+        """
         made = [path for path in (self.final, *self.final.parents) if not path.exists()]
         lock = None
         try:
@@ -236,11 +264,14 @@ class OutputFolder:
                     self._lock_file.unlink()
                 os.close(lock)
             for path in made:
-                with contextlib.suppress(OSError):  # results are in it
+                with contextlib.suppress(OSError):  # it has results
                     path.rmdir()
 
     def _take_lock(self) -> int:
-        """The lock's descriptor. Ranks forked later share it: it is free when the last process of the run is gone."""
+        """Lock the folder and return the lock's file descriptor. Raise UserError as `_lock` does.
+
+        Ranks that are forked later share the descriptor, so the lock is free when the run's last process has ended.
+        """
         while True:
             lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
@@ -248,7 +279,7 @@ class OutputFolder:
             except BaseException:
                 os.close(lock)
                 raise
-            with contextlib.suppress(FileNotFoundError):  # its last owner may have removed it before we had it
+            with contextlib.suppress(FileNotFoundError):  # its last owner may have removed it meanwhile
                 if os.path.samestat(os.fstat(lock), self._lock_file.stat()):
                     os.truncate(lock, 0)
                     os.pwrite(lock, _named(os.getpid()).encode(), 0)
@@ -256,8 +287,14 @@ class OutputFolder:
             os.close(lock)
 
     def _lock(self, lock: int, kind: int) -> None:
-        """Raises UserError where another run has the folder. A killed one lets go of it when its last rank is gone, a
-        moment after the process that it names."""
+        """Lock an open lock file. Raise UserError if another run has it locked.
+
+        Wait up to LEAVING_S if the process that it names has ended: the last ranks of a killed run end shortly after.
+
+        Args:
+            lock: the file's descriptor
+            kind: fcntl.LOCK_EX to own the folder, fcntl.LOCK_SH to test it
+        """
         until = time.monotonic() + LEAVING_S
         while True:
             try:
@@ -270,11 +307,11 @@ class OutputFolder:
                 time.sleep(0.1)
             except OSError as error:
                 if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                    return None  # some shared file systems have no locks; then nobody is kept out
+                    return None  # some shared file systems have no locks: other runs are not kept out
                 raise
 
     def _clear_leftover(self) -> None:
-        """Puts finished results of a killed run in place, and removes unfinished ones."""
+        """Move finished results of a killed run into place. Remove unfinished ones that this run does not use."""
         manifest = Manifest.read(self.partial)
         if manifest is not None:
             self._put_in_place(manifest)
@@ -282,17 +319,19 @@ class OutputFolder:
             shutil.rmtree(self.partial)
 
     def open(self) -> Path:
-        """`partial`: empty, or with what a run has finished that this one goes on with; what else a killed run left
-        behind goes first."""
+        """Make the folder `partial` and return it. It is empty, or has the units that this run continues from.
+
+        Anything else that a killed run has left is moved into place or removed first.
+        """
         with refusing(self.out):
             self._clear_leftover()
             self.partial.mkdir(parents=True, exist_ok=True)
         return self.partial
 
     def publish(self) -> None:
-        """Puts the results in place. An older result disappears only when the new one stands ready."""
+        """Move the results into `final`, then remove those of an older run. Raise OwnRankError if that fails."""
         found = (path.relative_to(self.partial) for path in self.partial.rglob("*") if not path.is_dir())
-        # A kill may have left the manifest's own file unfinished, which is no result.
+        # A run that was killed may have left an unfinished manifest, which is not a result.
         files = sorted(str(path) for path in found if path.parts[0] not in (FOLDER, f"{MANIFEST}.partial"))
         header = self.store.header()
         manifest = Manifest(self.run, files, header["settings"] if header is not None else None)
@@ -305,13 +344,17 @@ class OutputFolder:
             raise OwnRankError(f"the results could not be put into {self.final} ({reason}): {remedy}") from error
 
     def _put_in_place(self, manifest: Manifest) -> None:
+        """Move the files of `manifest` from `partial` into `final`. Remove the store and the files of an older run.
+
+        Raise UserError if a file that cocodiff did not write is in the way.
+        """
         self.store.remove()
         (self.final / REFUSED).unlink(missing_ok=True)
         older = Manifest.read(self.final) or NOTHING
         for name in set(manifest.files) - set(older.files):
             if os.path.lexists(self.final / name) and os.path.lexists(self.partial / name):
                 raise UserError(f"{self.final / name} is in the way and was not written by cocodiff: move it elsewhere")
-        # Both runs' files are on record until the older one's are gone.
+        # The manifest lists both runs' files until the older ones are removed, in case this process is killed.
         Manifest(older.run, sorted({*older.files, *manifest.files})).write(self.final)
         _move(self.partial, self.final)
         for name in set(older.files) - set(manifest.files):
@@ -320,23 +363,23 @@ class OutputFolder:
         shutil.rmtree(self.partial)
 
     def _remove(self, name: str) -> None:
-        """Removes a file of an older run and the folders that it leaves empty; nothing outside `final`."""
+        """Remove a file of an older run, and the folders that this leaves empty. Nothing outside `final` is removed."""
         path = self.final / name
         if not path.parent.resolve().is_relative_to(self.final):
-            return  # the user has put a link in the place of a folder
-        with contextlib.suppress(OSError):  # gone already, or something else has its name now
+            return  # a folder was replaced by a link that leads outside
+        with contextlib.suppress(OSError):  # already removed, or now a folder
             path.unlink()
         for folder in Path(name).parents[:-1]:
             with contextlib.suppress(OSError):  # not empty
                 (self.final / folder).rmdir()
 
     def discard(self) -> None:
-        """Removes what this run has written, unless a batch is finished."""
+        """Remove the folder `partial`, unless its results are complete or a unit of work is finished."""
         if Manifest.read(self.partial) is None and self.store.kept() is None:
             shutil.rmtree(self.partial, ignore_errors=True)
 
     def left(self) -> str:
-        """Says what a run that ended badly has left."""
+        """Return a text for the user on what a run that failed has left in the folder."""
         for folder in (self.final, self.partial):
             manifest = Manifest.read(folder)
             if manifest is not None and manifest.run == self.run:
@@ -346,18 +389,18 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """A full or failing disk while results are written: one line, and exit code 1. Raises OwnRankError."""
+        """Raise OwnRankError, one line and exit code 1, if the disk is full or fails while the block writes results."""
         with storage_faults(f"the results for --out {self.out}"):
             yield
 
 
 @contextlib.contextmanager
 def storage_faults(what: str) -> Iterator[None]:
-    """Turns a full or failing disk into one line about `what` was being written. Raises OwnRankError."""
+    """Raise OwnRankError, in one line about `what`, if the disk is full or fails in the block. Pass on other errors."""
     try:
         yield
     except OSError as error:
-        short_write = error.errno is None and " written" in str(error)  # numpy's tofile says no more
+        short_write = error.errno is None and " written" in str(error)  # numpy's tofile gives no errno
         if error.errno not in _STORAGE and not short_write:
             raise
         reason = "no space left on the device" if short_write else error.strerror
