@@ -1,6 +1,6 @@
-"""Checks that a model's files fit together, before and after they are loaded. Mistakes are one line.
+"""The checks that a model's files fit together, before and after they are loaded. Each mistake is an error of one line.
 
-diffusers fills gaps of a folder with random or absent values, and builds some sizes for ever; both are found here.
+diffusers itself gives missing weights random values or none, and takes hours to build a model of absurd sizes.
 """
 
 from __future__ import annotations
@@ -19,35 +19,40 @@ from cocodiff.config.files import irregular, read_json
 from cocodiff.models import family_of
 from cocodiff.models.family import EXPERTS
 
-REQUIRED = ("transformer", "vae", "scheduler")
-LIBRARIES = ("diffusers", "transformers")  # whose classes an index may name
-# Of transformers: whole numbers from 1 on, wherever they are given.
+REQUIRED = ("transformer", "vae", "scheduler")  # parts that every pipeline has
+LIBRARIES = ("diffusers", "transformers")  # packages whose classes model_index.json may name
+# Settings of a transformer that are whole numbers of at least 1, if they are given.
 SIZES = (
     *("sample_size", "patch_size", "in_channels", "out_channels", "attention_head_dim", "num_attention_heads"),
     *("joint_attention_dim", "pooled_projection_dim", "caption_projection_dim", "pos_embed_max_size"),
 )
-# Of autoencoders: what there is one of for each level.
+# Settings of an autoencoder that are lists with one entry per level.
 VAE_BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
-MAY_BE_NULL = ("out_channels",)
+MAY_BE_NULL = ("out_channels",)  # settings of SIZES that may be null
 LARGEST_SIZE, MOST_LAYERS, MOST_TIMESTEPS = 2**20, 1000, 10**6
-TRIAL_STEPS = 4
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+TRIAL_STEPS = 4  # steps for which a scheduler makes timesteps as a test
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # endings of weight files that are pickles
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' names and ours
-SCHEDULING = ("scale_noise", "scale_model_input", "init_noise_sigma")  # that pipelines ask of their schedulers
-MAKE_SIGMAS = {"linspace", "get_default_z_image_sigmas"}  # functions by which pipelines make sigmas for them
-PIXEL_BYTES = 4 * 3 * 4  # an image in float32, in three channels, while it is decoded and written: at least four times
+# Attributes that pipelines may use of their schedulers.
+SCHEDULING = ("scale_noise", "scale_model_input", "init_noise_sigma")
+MAKE_SIGMAS = {"linspace", "get_default_z_image_sigmas"}  # functions with which pipelines make a scheduler's sigmas
+PIXEL_BYTES = 4 * 3 * 4  # bytes per pixel while an image is decoded and written: 4 copies, 3 channels, float32
 
 
 # Before a model is loaded ---------------------------------------------------------------------------------------------
 
 
 def read_shape(path: Path) -> dict[str, Any]:
-    """A transformer's config.json. Raises UserError for what is no JSON object, and for sizes that none can have."""
+    """Return the content of a transformer's config.json.
+
+    Raise UserError if it cannot be read, is not a JSON object, or has sizes that no transformer can have.
+    """
     config = read_json(path)
     _check_layers(config, path)
     for key in SIZES:
         value = config.get(key, 1)
-        sides = value if key == "patch_size" and isinstance(value, list) and value else [value]  # of a video
+        # A video's patch has one side per axis.
+        sides = value if key == "patch_size" and isinstance(value, list) and value else [value]
         if not (value is None and key in MAY_BE_NULL) and not all(_is_count(one, LARGEST_SIZE) for one in sides):
             raise UserError(f"{path}: {key} is {value!r}: a whole number from 1 to {LARGEST_SIZE} is needed")
     side = config.get("sample_size", 0) // patch_side(config)
@@ -63,21 +68,23 @@ def read_shape(path: Path) -> dict[str, Any]:
 
 
 def patch_side(config: Mapping[str, Any]) -> int:
-    """Latent pixels of a token's side; of a video, whose patches have three, of the last."""
+    """Return the side of a token in latent pixels. For videos it is the last of the patch's three sides."""
     patch = config.get("patch_size", 1)
     return int(patch[-1] if isinstance(patch, list) else patch)
 
 
 def _is_count(value: Any, most: int) -> bool:
+    """Return True for an int from 1 to `most`."""
     return type(value) is int and 1 <= value <= most
 
 
 def _is_split(axes: Any, width: int) -> bool:
+    """Return True for a list of positive even numbers whose sum is `width`."""
     return isinstance(axes, list) and all(_is_count(one, width) and one % 2 == 0 for one in axes) and sum(axes) == width
 
 
 def _check_layers(config: Mapping[str, Any], path: Path) -> None:
-    """Raises UserError for numbers of layers that would be built for hours."""
+    """Raise UserError if a number of layers is above MOST_LAYERS, since diffusers would build them for hours."""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         layered = re.search(r"layers(_per_block)?$|res_blocks$", key)
@@ -86,7 +93,13 @@ def _check_layers(config: Mapping[str, Any], path: Path) -> None:
 
 
 def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> None:
-    """Raises UserError for parts of a model that diffusers names otherwise. parts: those that may be absent."""
+    """Raise UserError if model_index.json does not name a trusted library and a class for each part of the model.
+
+    Args:
+        index: content of the file
+        path: the file, for errors
+        parts: parts that may be absent, besides those in REQUIRED
+    """
     for part in (*REQUIRED, *(name for name in parts if name in index)):
         named = index.get(part)
         if part not in REQUIRED and named == [None, None]:
@@ -98,7 +111,16 @@ def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> N
 
 
 def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -> None:
-    """Raises UserError for configurations and weights that cannot be read, or are absent. parts: that may be absent."""
+    """Raise UserError if configuration files in a model's folder are missing or wrong, or its weights cannot be used.
+
+    Weights cannot be used if their headers cannot be read, or if most values of transformer or VAE are not floats.
+    Missing weights are found by `check_weights`.
+
+    Args:
+        folder: folder in diffusers' layout
+        index: content of its model_index.json
+        parts: parts that may be absent, besides those in REQUIRED
+    """
     check_index(index, folder / "model_index.json", parts)
     named = [part for part in parts if (index.get(part) or [None])[0]]
     weighty = [part for part in named if part.startswith(("text_encoder", *EXPERTS[1:]))]
@@ -119,10 +141,14 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
 
 
 def check_scheduler(scheduler: Any, pipeline: Any, restores: bool, keeps: bool, model: str) -> None:
-    """Raise UserError for a scheduler with which a pipeline of this class fails, or makes wrong images.
+    """Raise UserError if a pipeline fails or makes wrong images with this scheduler.
 
-    restores: for restoring, where each step has to be one call of the transformer. keeps: for keeping known latents at
-    each step (`known_regions.py`), where `step` has to take the usual arguments.
+    Args:
+        scheduler: the scheduler, with its settings
+        pipeline: class of the pipeline
+        restores: True to restore masked regions, which needs one call of the transformer in each step
+        keeps: True to keep known latents in each step (`known_regions.py`), which needs the usual arguments of `step`
+        model: name of the model, for errors
     """
     config, name, problem = scheduler.config, pipeline.__name__, ""
     typical = re.findall(r"\w+Scheduler", str(signature(pipeline.__init__).parameters["scheduler"].annotation))
@@ -147,7 +173,7 @@ def check_scheduler(scheduler: Any, pipeline: Any, restores: bool, keeps: bool, 
 
 
 def _check_timesteps(scheduler: Any, model: str) -> None:
-    """Raise UserError where the settings of a scheduler make timesteps that are no numbers of its range."""
+    """Raise UserError if a scheduler's settings give timesteps outside 0 to num_train_timesteps, or none above 0."""
     import torch
 
     see = "see scheduler/scheduler_config.json"
@@ -165,11 +191,11 @@ def _check_timesteps(scheduler: Any, model: str) -> None:
         raise UserError(f"model {model}: its scheduler makes timesteps {made} of its settings; {see}")
 
 
-# Of what was loaded ---------------------------------------------------------------------------------------------------
+# After a model is loaded ----------------------------------------------------------------------------------------------
 
 
 def check_loaded(pipe: Any, model: str) -> None:
-    """Raises UserError where weights are missing or left over, and where a pipeline's parts do not fit together."""
+    """Raise UserError if a loaded pipeline lacks weights, did not use some, or has parts that do not fit together."""
     for part in (*EXPERTS, "vae"):
         module = getattr(pipe, part, None)
         if module is None:
@@ -184,7 +210,7 @@ def check_loaded(pipe: Any, model: str) -> None:
 
 
 def _check_all_used(module: Any, part: str, model: str) -> None:
-    """Raises UserError for weights of a transformer's folder that it has no place for."""
+    """Raise UserError if weight files of a transformer have tensors that the loaded module does not."""
     ignored = type(module)._keys_to_ignore_on_load_unexpected or ()
     unused = set(read_headers(Path(model) / part)) - set(module.state_dict())
     unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
@@ -194,10 +220,12 @@ def _check_all_used(module: Any, part: str, model: str) -> None:
 
 
 def some(names: Sequence[str]) -> str:
+    """Return the first of some names and the number of the others, such as "a and 2 more"."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _check_latents(pipe: Any, model: str) -> None:
+    """Raise UserError if VAE and transformer have different latents, or settings of the VAE are not usable numbers."""
     config, transformer = pipe.vae.config, pipe.transformer.config
     channels = config.get("latent_channels") or config.get("z_dim")
     leaves = transformer.get("out_channels") or transformer.in_channels
@@ -223,7 +251,13 @@ def _check_latents(pipe: Any, model: str) -> None:
 
 
 def check_tokenizer(tokenizer: Any, part: str, model: str) -> None:
-    """Raises UserError where a model's folder lacks a tokenizer's vocabulary: transformers makes an empty one then."""
+    """Raise UserError if a model's folder has no vocabulary of a tokenizer: transformers would make an empty one.
+
+    Args:
+        tokenizer: the tokenizer as loaded
+        part: its folder in the model's, such as "tokenizer_2"
+        model: the model's folder, or another name, for which nothing is checked
+    """
     names = list(getattr(tokenizer, "vocab_files_names", {}).values())
     folder = Path(model) / part
     if names and Path(model).is_dir() and not any((folder / name).is_file() for name in names):
@@ -240,8 +274,17 @@ def check_sides(
     multiple: int = 1,
     does: str = "makes",
 ) -> None:
-    """Raises UserError for images that a model would round to multiples of something, that it has no positions for, and
-    that fit in no memory. frames: of a video; does: what the model does with such images."""
+    """Raise UserError for an image size that the model would round, has no positions for, or that exceeds the memory.
+
+    Args:
+        pipe: the loaded pipeline
+        height, width: sides in pixels
+        model: name of the model, for errors
+        frames: number of a video's frames; 1 for images
+        options: names of the options that gave height and width, for errors
+        multiple: the number of pixels that each side must be a multiple of
+        does: verb for errors: "makes" or "takes" images of such sides
+    """
     given = [*zip(options, (height, width), strict=True)]
     for name, side in given:
         if side % multiple:
@@ -262,14 +305,14 @@ def check_sides(
         raise UserError(f"{sides}{asked}: decoding takes {taken}: give smaller sides{fewer}")
 
 
-# Weight files: what they hold, and whether ranks of one host can share them -------------------------------------------
+# Weight files ---------------------------------------------------------------------------------------------------------
 #
-# Where the wanted dtype is the stored one, diffusers leaves a model's parameters on the CPU in the file's own memory
-# map: twelve ranks hold the weights once, in the page cache. Converted to another dtype, every rank has its own copy.
+# If the wanted dtype is the stored one, parameters on the CPU stay in the file's memory map: all ranks of a host share
+# one copy in the page cache. If they are converted to another dtype, every rank has a copy of its own.
 
 
 def check_weights(folder: Path, part: str, model: str) -> None:
-    """Raises UserError where a part of a model has no safetensors weights."""
+    """Raise UserError if a part of a model, a folder in `folder`, has no safetensors weights."""
     files = list((folder / part).glob("*")) if (folder / part).is_dir() else []
     if any(file.suffix == ".safetensors" for file in files):
         return
@@ -282,14 +325,20 @@ def check_weights(folder: Path, part: str, model: str) -> None:
 
 
 def variant_of(folder: Path) -> str | None:
-    """What diffusers has to be told where all weights of a part are of one variant, as fp16; else None."""
+    """Return the variant in the names of a part's weight files, such as "fp16", to pass to diffusers as `variant`.
+
+    Return None if the names have no variant, or not all the same.
+    """
     named = re.compile(r"(?:diffusion_pytorch_)?model(?:\.(\w+))?(?:-.*)?\.safetensors")
     found = {match[1] for path in folder.glob("*.safetensors") if (match := named.fullmatch(path.name))}
     return found.pop() if len(found) == 1 else None
 
 
 def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
-    """The dtypes and numbers of values in a folder's safetensors, by name. Raises UserError for others."""
+    """Return the dtype (safetensors' name) and the number of values of each tensor in a folder, by the tensor's name.
+
+    Only the headers of its safetensors files are read. Raise UserError for files that cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, tuple[str, int]] = {}
@@ -309,7 +358,7 @@ def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def stored_values(folder: Path) -> Counter[str]:
-    """How many values of each dtype (safetensors' name) the safetensors files of a folder hold; reads headers only."""
+    """Return the number of values of each dtype (safetensors' name) in a folder's safetensors files."""
     values: Counter[str] = Counter()
     for dtype, number in read_headers(folder).values():
         values[dtype] += number
@@ -317,13 +366,21 @@ def stored_values(folder: Path) -> Counter[str]:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """Return the dtype of most values in a folder's safetensors, as fp32, bf16 or fp16; None for others."""
+    """Return the dtype of most values in a folder's safetensors: "fp32", "bf16" or "fp16"; None for another dtype."""
     values = stored_values(folder)
     return DTYPES.get(max(values, key=lambda kind: values[kind], default=""))
 
 
 def conversion(model: str, folder: Path, dtype: str) -> str:
-    """A line that says what it costs on a CPU that `dtype` is not the stored one; "" where it is."""
+    """Return a line on the memory that each rank on a CPU needs to convert the weights to `dtype`.
+
+    Return "" if they are stored in that dtype, or in an unknown one.
+
+    Args:
+        model: name of the model, for the line
+        folder: folder of the weights
+        dtype: "fp32", "bf16" or "fp16"
+    """
     stored = stored_dtype(folder)
     if stored in (None, dtype):
         return ""

@@ -1,4 +1,4 @@
-"""The shape of a model by its name, from a file, or of a folder in diffusers' layout."""
+"""The shape of a model (`ModelShape`), read from a model file or from a folder in diffusers' layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from cocodiff.planner.case import ModelShape, shape_of_config
 
 
 def load_shape(name: str) -> ModelShape:
-    """A model's shape by its name in configs/models, from a YAML file, or of a folder in diffusers' layout."""
+    """Return a model's shape. Raise UserError if it cannot be found or read.
+
+    name: name of a file in configs/models, path of a YAML file, or folder in diffusers' layout
+    """
     folder = Path(name)
     if folder.is_dir():
         found = [path for path in (folder / "transformer" / "config.json", folder / "config.json") if path.is_file()]
@@ -33,13 +36,24 @@ def load_shape(name: str) -> ModelShape:
 
 
 def family_of_shape(name: str) -> str | None:
-    """The family that a model's file names, by the model's name in configs/models or the file."""
+    """Return the family that a model file names; None if it names none.
+
+    name: name of a file in configs/models, or path of a YAML file
+    """
     family = read_yaml(find_shipped("model", "models", name)).get("family")
     return None if family is None else str(family)
 
 
 def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
-    """Of a model file: fields of ModelShape (one by its former name as well), and `family`, for absent ones."""
+    """Return the shape that a model file describes.
+
+    Raise UserError for unknown keys or an unknown family, and TypeError if required fields are missing.
+
+    Args:
+        values: fields of ModelShape, and `family`, whose facts are used for absent fields. `entrance` is accepted for
+            `unsharded_copies`, which had that name before.
+        where: name of the file, for errors
+    """
     given = {"unsharded_copies" if key == "entrance" else key: value for key, value in values.items()}
     if "family" not in given:
         return from_mapping(ModelShape, given, where)
@@ -49,7 +63,11 @@ def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
 
 
 def shape_of_folder(path: Path) -> ModelShape:
-    """The shape of the transformer of a config.json; its parameters are counted without any memory for them."""
+    """Return the shape of the transformer that a config.json describes, without loading its weights.
+
+    If the file is in the folder `transformer` of a pipeline, text encoders, VAE and a second transformer are included.
+    Raise UserError if the class is unknown or cannot be built from the file.
+    """
     import torch
 
     config = read_shape(path)
@@ -66,21 +84,31 @@ def shape_of_folder(path: Path) -> ModelShape:
     try:
         with torch.device("meta"):
             model = family.import_transformer().from_config(config)
-    except Exception as error:  # diffusers' code on the user's file
+    except Exception as error:  # from diffusers, for wrong settings in the user's file
         text = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: {kind} cannot be made of it ({type(error).__name__}: {text})") from error
     numbers = sum(x.numel() for x in [*model.parameters(), *model.buffers()])
     whole = path.parent.name == "transformer"
     folder = path.parents[1] if whole else path.parent
-    experts = 1 + (whole and (folder / EXPERTS[1] / "config.json").is_file())  # alike, both in memory
+    # A second transformer has the size of the first, and both are in memory.
+    experts = 1 + (whole and (folder / EXPERTS[1] / "config.json").is_file())
     shape = shape_of_config(family, model.config, experts * numbers)
     return replace(shape, name=folder.resolve().name, **(of_other_parts(shape, family, folder) if whole else {}))
 
 
 def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str, Any]:
-    """Facts of a model's text encoders and VAE, from the headers of their weights and the model's index."""
+    """Return the fields of ModelShape on a pipeline's text encoders, VAE and video, by name.
+
+    They are read from the headers of the weights and from model_index.json.
+
+    Args:
+        shape: shape of the transformer
+        family: family of the transformer
+        folder: folder of the pipeline
+    """
 
     def numbers(part: Path) -> int:
+        """Return the number of values in a part's weights."""
         return sum(stored_values(part).values())
 
     encoders, vae = sum(map(numbers, folder.glob("text_encoder*"))), numbers(folder / "vae")
@@ -92,5 +120,5 @@ def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str,
 
 
 def family_of_class(name: str) -> Family | None:
-    """The family whose transformer's class has this name; None where none has of whose shape enough is known."""
+    """Return the family whose transformer's class has this name; None if there is none that `plan` can describe."""
     return next((family for family in families() if family.planned and family.class_name == name), None)
