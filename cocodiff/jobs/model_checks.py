@@ -98,7 +98,7 @@ def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> N
     Args:
         index: content of the file
         path: the file, for errors
-        parts: parts that may be absent, besides those in REQUIRED
+        parts: optional parts, which may be absent; those in REQUIRED are always checked
     """
     for part in (*REQUIRED, *(name for name in parts if name in index)):
         named = index.get(part)
@@ -119,7 +119,7 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
     Args:
         folder: folder in diffusers' layout
         index: content of its model_index.json
-        parts: parts that may be absent, besides those in REQUIRED
+        parts: optional parts, which may be absent; those in REQUIRED are always checked
     """
     check_index(index, folder / "model_index.json", parts)
     named = [part for part in parts if (index.get(part) or [None])[0]]

@@ -63,7 +63,7 @@ def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
 
 
 def shape_of_folder(path: Path) -> ModelShape:
-    """Return the shape of the transformer that a config.json describes, without loading its weights.
+    """Return the shape of the transformer that a config.json describes. It takes no memory for the weights.
 
     If the file is in the folder `transformer` of a pipeline, text encoders, VAE and a second transformer are included.
     Raise UserError if the class is unknown or cannot be built from the file.

@@ -1,4 +1,4 @@
-"""Options of a subcommand from the command line and a YAML file, with errors that are one line and name the remedy."""
+"""The parser of a subcommand's options, on the command line and in a YAML file. Errors are one line with the remedy."""
 
 from __future__ import annotations
 
@@ -47,37 +47,42 @@ JOB_OPTIONS = (
     *PARTITION_OPTIONS,
     *RUN_OPTIONS,
 )
-# What --help shows of a job's options, after those under the job's own headings; --help-all shows the others too.
+# Options that --help shows for a job, under these headings and after the job's own; --help-all also shows the others.
 HEADINGS = {
     "ranks": "ranks preset parallel replicas dry_run machine device exchange codec guidance_parallel vae compile",
     "results": "out format keep_samples exact quality overwrite resume report_only quiet",
 }
-FILES = ("input", "mask", "truth", "image", "out")  # name files or folders: an empty name is the current folder
-# Beyond these a number is a slip of the pen: schedules, batches and images of such sizes fit in no memory.
+FILES = ("input", "mask", "truth", "image", "out")  # options that name files or folders: "" is refused
+# Largest number for each option. A larger one is a typing error: no memory holds such schedules, batches or images.
 MOST = {"steps": 10**6, "batch": 10**6, "ranks": 10**6, "nodes": 10**5, "samples": 1000, "branches": 100, "fps": 1000}
 MOST |= dict.fromkeys(("height", "width", "size", "frames"), 2**16)
 
 
 def engine_record() -> type[Config]:
-    """The settings that commands give flags to, read from files, sweep over and start engines with: `Config`, or the
-    dataclass derived from it that the registry names in its place."""
+    """Return the dataclass of the engine's settings that commands use: `Config`, or what the registry has in its place.
+
+    Flags, keys of settings files and of sweeps, and the engines that commands start all follow from it.
+    """
     return cast("type[Config]", load(RECORDS, "engine"))
 
 
 def with_settings(own: Sequence[Option], wanted: Callable[[Option], bool] = lambda setting: True) -> tuple[Option, ...]:
-    """A command's own options, and those of the engine's settings that it has none of the same name for."""
+    """Return a command's own options, then flags for the engine's settings that have none of these options' names.
+
+    wanted: function that is True for the settings to include
+    """
     flags = [one for one in settings_of(engine_record()).values() if one.given != "code"]
     return beside(own, [_flag(one) for one in flags if wanted(one)])
 
 
 def beside(own: Sequence[Option], others: Iterable[Option]) -> tuple[Option, ...]:
-    """A command's own options, and those of others that it has none of the same name for."""
+    """Return a command's own options, then those of `others` that have another name than all of these."""
     names = {option.name for option in own}
     return (*own, *(one for one in others if one.name not in names))
 
 
 def _flag(setting: Option) -> Option:
-    """A setting's flag. One that presets say has no default of its own: where it is not given, the preset's holds."""
+    """Return the flag of a setting. Its default is None, since the preset's value is used, except for the machine's."""
     if setting.given == "machine":
         return setting
     told = "".join(f"; with {other} {' or '.join(values)}" for other, *values in filter(None, [setting.only_with]))
@@ -92,12 +97,20 @@ def parse(
     sections: Sequence[str] = (),
     headings: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The options' values: defaults, then the file named by `--config`, then the command line.
+    """Return the values of all options by name: from the command line, else from the file of `--config`, else defaults.
 
-    `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key`, or `--key true` or `false`.
-    sections: keys that only the file may have; they are returned as they stand there, None where they do not.
-    headings: of a job, what --help shows before HEADINGS: options' names under each. Others show all that they have.
-    Raises UserError for unknown options and keys (with a suggestion), wrong types and missing values.
+    `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key`, or `--key true` or `false`. Raise
+    UserError for unknown options and keys (with a suggestion), wrong types and missing values. With --help, print the
+    help and exit.
+
+    Args:
+        command: words after "cocodiff", for help and errors
+        about: what the command does, for its help
+        options: the options it takes
+        words: the command line after the command
+        sections: keys that only the file may have; their values are returned unchecked, None if absent
+        headings: for a job, the names of the options that --help shows under each heading, before HEADINGS; None to
+            show all options
     """
     full = headings is None or not {"--help-all", "--help_all"}.isdisjoint(words)
     parser = _parser(command, about, options, {**headings, **HEADINGS} if headings else {}, full)
@@ -106,7 +119,7 @@ def parse(
     if "config" in given:
         path = given.pop("config")
         of_file = _from_file(path, options, sections)
-        # a sweep goes on where it was
+        # a sweep, and a run with --overwrite, keeps its folder; another run from its own run.yaml gets a new one
         values |= of_file if sections or given.get("overwrite") else beside_the_record(of_file, path)
     values |= given
     for option in options:
@@ -120,13 +133,16 @@ def parse(
 
 
 def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's settings among the options' values."""
+    """Return the engine's settings among the options' values, by name, without those that are None."""
     flags = [name for name, one in settings_of(engine_record()).items() if one.given != "code"]
     return {name: values[name] for name in flags if values.get(name) is not None}
 
 
 def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
-    """The presets that `--preset` names (A,B or A B), each with the engine's settings among the options on top."""
+    """Return the configs of the presets that `--preset` names (A,B or A B), by name.
+
+    Settings among the options replace those of each preset. Raise UserError for an unknown preset, or if none is named.
+    """
     names = list(dict.fromkeys(name for word in values["preset"] for name in word.split(",") if name))
     for name in names:
         check_choice("preset", name, preset_names())
@@ -136,7 +152,7 @@ def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
 
 
 def check_counts(values: dict[str, Any], *names: str) -> None:
-    """Raises UserError for options that are given and below 1, or beyond what any run can have."""
+    """Raise UserError if one of the named options has a value below 1, or above its limit in MOST (else 10**9)."""
     for name in names:
         most = MOST.get(name, 10**9)
         for value in values[name] if isinstance(values[name], list) else [values[name]]:
@@ -146,7 +162,12 @@ def check_counts(values: dict[str, Any], *names: str) -> None:
 
 
 def check_strength(strength: float, steps: Sequence[int]) -> None:
-    """Raises UserError outside (0, 1], and where the schedule, whose end runs, is longer than MOST["steps"]."""
+    """Raise UserError if `strength` is not in (0, 1], or makes a schedule of more than MOST["steps"] steps.
+
+    Args:
+        strength: the part of the schedule that runs, at its end
+        steps: the numbers of steps that are to run
+    """
     if not 0 < strength <= 1:
         raise UserError(f"--strength {strength}: give a number above 0 and up to 1")
     if max(steps) / strength > MOST["steps"]:
@@ -156,14 +177,14 @@ def check_strength(strength: float, steps: Sequence[int]) -> None:
 
 
 def _check_number_or_word(option: Option, value: Any) -> None:
-    """Raises UserError for a word that is none of the option's, and for digits that int() has trouble with."""
+    """Raise UserError if a text is neither a word of the option nor a whole number of at most 18 digits."""
     if isinstance(value, str) and value not in option.words and not re.fullmatch(r"[0-9]{1,18}", value):
         said = "not a whole number of at most 18 digits" if value.isdigit() else f"give {option.wanted}"
         raise UserError(f"--{option.name} {value[:20]!r}: {said}")
 
 
 class _Parser(ArgumentParser):
-    """Takes `-` and `_` in names for the same, and what begins with one hyphen for a value, as -1000,3000."""
+    """A parser for which `-` and `_` in names are the same, and words with one hyphen, as -1000,3000, are values."""
 
     def _parse_optional(self, arg_string: str) -> Any:
         name, equals, value = arg_string.partition("=")
@@ -175,7 +196,7 @@ class _Parser(ArgumentParser):
 
 
 class _Help(HelpFormatter):
-    """The help, with a flag as `--x` and an option of several values as `--x X ...`."""
+    """A formatter of the help that shows a flag as `--x`, and an option of several values as `--x X ...`."""
 
     def _format_args(self, action: Action, default_metavar: str) -> str:
         plain = super()._format_args(action, default_metavar)
@@ -185,7 +206,15 @@ class _Help(HelpFormatter):
 def _parser(
     command: str, about: str, options: Sequence[Option], headings: Mapping[str, str], full: bool
 ) -> ArgumentParser:
-    """full: whether the help shows all options, and all that is said of each."""
+    """Return the parser of a command's options.
+
+    Args:
+        command: words after "cocodiff"
+        about: what the command does, for its help
+        options: the options it takes
+        headings: names of options, separated by spaces, under each heading of the help; all others follow
+        full: True to show all options in the help, each with its whole text
+    """
     needed = "".join(f" --{option.name} {option.name.upper()}" for option in options if option.required)
     more = "" if full else " --help-all shows all options, and all that is said of each."
     parser = _Parser(
@@ -219,7 +248,7 @@ def _parser(
 
 
 def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
-    """The values on a command line, each in its option's type."""
+    """Return the values on a command line by option, each in its option's type. Raise UserError for unknown options."""
     found, extra = parser.parse_known_args(words)
     if "-h" in extra:
         parser.print_help()
@@ -240,7 +269,7 @@ def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence
 
 
 def _typed(option: Option, word: str, parser: ArgumentParser) -> Any:
-    """A word of the command line in the option's type."""
+    """Return a word of the command line in the option's type. Raise UserError if it has another type."""
     if option.type is bool:
         return word == "true"
     for kind in option.kinds:
@@ -250,7 +279,10 @@ def _typed(option: Option, word: str, parser: ArgumentParser) -> Any:
 
 
 def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) -> dict[str, Any]:
-    """A settings file's values, checked like those of the command line. A key without a value (null) is not given."""
+    """Return the values in a settings file by key, checked as those of the command line are.
+
+    Keys without a value (null) are left out. Values of `sections` are not checked.
+    """
     values = read_yaml(Path(path))
     by_name = {option.name: option for option in options}
     if "quality" in by_name:
@@ -264,7 +296,7 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
 
 
 def _checked(path: str, option: Option, value: Any, many: bool = False) -> Any:
-    """A value of a settings file in the option's type; of many, a list. Raises UserError for others."""
+    """Return a value of a settings file in the option's type; with `many`, a list. Raise UserError for other types."""
     if many:
         return [_checked(path, option, one) for one in (value if isinstance(value, list) else [value])]
     if option.type is float and type(value) is int and abs(value) < 2**63:
@@ -283,7 +315,7 @@ def _checked(path: str, option: Option, value: Any, many: bool = False) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value as Python writes it, shortened: a number may have any number of digits, a list may contain itself."""
+    """Return a value as Python writes it, shortened: it may have any number of digits, or be a list in itself."""
     if type(value) is int and abs(value) >= 2**63:
         return "a number of more than 64 bits"
     shown = reprlib.Repr()

@@ -1,4 +1,7 @@
-"""What the results of a run depend on, as plain data that is kept beside them: the same data, the same results."""
+"""The record of everything that the results of a run depend on, kept as plain data beside the results.
+
+Runs with equal records give equal results. This module also writes run.yaml, which repeats a run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 from cocodiff.config.config import Config
 
-# What a result depends on, beside presets, ranks and inputs. How a run is watched and where inputs lie is not in it.
+# Options that results depend on, besides presets, ranks and inputs. Time limits and paths of inputs are not among them.
 REMEMBERED = (
     *("strength", "seed", "prompt", "guidance", "guidance_2", "frames", "fps", "range", "model", "dtype", "batch"),
     *("tile", "fresh_noise", "height", "width", "machine", "vae", "transport", "device"),
@@ -19,13 +22,22 @@ REMEMBERED = (
 
 
 def lasting(config: Config) -> dict[str, Any]:
-    """The settings that results depend on: none of how long to wait, and how messages are checked and posted."""
+    """Return the engine's settings that results depend on, by name.
+
+    Time limits are left out, or None. Settings of how messages are checked and posted have fixed values.
+    """
     settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
     return settings | {"timeout_s": None, "check_messages": False, "messages": "batch"}
 
 
 def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
-    """The voxels of every `tasks.Task`, and what files say of them that results keep; reads all, once each."""
+    """Return the record of each task's inputs: hashes of all voxels, and the metadata of the file that results keep.
+
+    Each input is read once, as a whole.
+
+    Args:
+        tasks: `tasks.Task` objects
+    """
     used = {id(one): one for task in tasks for one in (task.stack, task.mask, task.truth) if one is not None}
     hashes = {key: digest(one) for key, one in used.items()}
     return [
@@ -42,7 +54,7 @@ def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _described(stack: Any) -> dict[str, Any]:
-    """What a stack's results say of its voxels; not where the file lies."""
+    """Return what a stack's results keep of its metadata. The file's path is not included."""
     kept, region = stack.metadata, stack.region
     others = [kept.kind, kept.axes, kept.description, kept.byteorder, kept.attributes]
     return {
@@ -55,7 +67,7 @@ def _described(stack: Any) -> dict[str, Any]:
 
 
 def digest(slices: Any) -> str:
-    """A short hash of all voxels of a stack or a mask, and of their type."""
+    """Return a hash of 16 hexadecimal digits over shape, dtype and all voxels of a stack or mask."""
     found = hashlib.sha256(str(slices.shape).encode())
     for index in range(slices.shape[0]):
         image_YX = slices.read(index)
@@ -64,9 +76,13 @@ def digest(slices: Any) -> str:
 
 
 def first_difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first setting that differs between two runs: its name, and both values as an error shows them.
+    """Return the first setting that differs between two records; None if they are equal.
 
-    there: as it was written and read; now: as it is to be written
+    The result is its name, its value in `there` and its value in `now`, both as short texts for an error.
+
+    Args:
+        there: record that was read from a file
+        now: record as it would be written
     """
     now = json.loads(json.dumps(now))
     for name in dict.fromkeys([*now, *there]):
@@ -78,6 +94,7 @@ def first_difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
 
 
 def _unequal_parts(old: Any, new: Any) -> tuple[Any, Any]:
+    """Return the first parts that differ in two unequal values: (old, new), with the keys that lead to them."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return next(_unequal_parts(a, b) for a, b in zip(old, new, strict=True) if a != b)
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
@@ -87,18 +104,19 @@ def _unequal_parts(old: Any, new: Any) -> tuple[Any, Any]:
     return old, new
 
 
-MARK = "run.yaml"
-FOUND = "quality_found"  # its key for how a bound on quality was kept; a run that repeats it finds that by itself
+MARK = "run.yaml"  # file of the options that repeat a run
+# Key in run.yaml: how a bound on quality was kept. A run that repeats this one ignores the key and searches again.
+FOUND = "quality_found"
 
 
 def write_document(folder: Path, name: str, document: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Writes results as JSON, and run.yaml beside them."""
+    """Write `document` as JSON to the file `name` in a folder, and run.yaml with the options' `values` beside it."""
     (folder / name).write_text(json.dumps(document, indent=1))
     write_settings(folder, values)
 
 
 def write_settings(folder: Path, values: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
-    """Writes run.yaml, which repeats the run, with remarks as comments; not that it replaced an older one."""
+    """Write run.yaml, which repeats the run, with remarks as comments. `overwrite` and `resume` are left out."""
     import yaml
 
     once = ("overwrite", "resume")
@@ -108,8 +126,15 @@ def write_settings(folder: Path, values: Mapping[str, Any], remarks: Sequence[st
 
 
 def beside_the_record(values: dict[str, Any], path: str) -> dict[str, Any]:
-    """A settings file's values for repeating the run that wrote it: of a run.yaml in the folder that it names as `out`,
-    `out` becomes the next free folder beside, and nothing is overwritten. Other files' values stay as they are."""
+    """Return a settings file's values, with a new `out` if the file is in the folder that it names as `out`.
+
+    A run from its own run.yaml writes to the next free folder beside the old one, such as out-2, and overwrites
+    nothing. The values of all other files are returned unchanged.
+
+    Args:
+        values: content of the file
+        path: path of the file
+    """
     out = values.get("out")
     if not isinstance(out, str) or Path(out).resolve() != Path(path).resolve().parent:
         return values
