@@ -129,7 +129,7 @@ class OutputFolder:
 
     All ranks make the same object. The process that ranks are forked from, or rank 0 under a launcher, enters `held`,
     which keeps other runs out. Rank 0 calls `open` and `publish`. At the end `held` calls `discard`, which removes the
-    hidden folder of a failed run unless it has finished units of work, from which a run with `resume` continues.
+    hidden folder of a failed run. A folder with finished units of work is kept: a run with `resume` continues from it.
     """
 
     def __init__(self, out: str, overwrite: bool, resume: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Runs a command's work on its ranks: in this process when a launcher started it, else in ranks forked from here.
+"""The start of a command's work on its ranks: this process if a launcher started it, else ranks forked from here.
 
-Twelve separate starts would import torch and diffusers twelve times; a fork after one import shares them. Neither a
-device nor MPI nor a thread pool may exist before the fork.
+Separate starts would import torch and diffusers once per rank. Ranks forked after one import share the memory of these
+modules. Before the fork this process may not use a device, MPI or a thread pool.
 """
 
 from __future__ import annotations
@@ -34,24 +34,28 @@ from cocodiff.jobs.children import StopRequest, check_room, fork, signal_all, st
 from cocodiff.jobs.folder import NOTHING_LEFT, OutputFolder
 from cocodiff.jobs.terminal import keep_libraries_off_stderr, limit_threads, note, quiet_libraries
 
-LAST_WORDS_S = 1.0  # launchers kill a job at its first bad exit; survivors must have named the rank by then
-GRACE_S = 3.0  # what survivors get to notice a bad end and to clean up, and rank 0 to say a mistake
+# Time for all ranks to report a failure before this one exits: launchers kill a job at its first bad exit code.
+LAST_WORDS_S = 1.0
+GRACE_S = 3.0  # time for the other ranks to notice a failure and clean up, and for rank 0 to report a mistake
 NOTICED = "other ranks noticed and stopped"
-OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of a fault in a library
+OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # for faults in libraries
 Work = Callable[[Any], None]  # called with the rank's transport
-NoteLoss = Callable[[BaseException], None]  # told of a lost peer at once, from the watch's thread
+NoteLoss = Callable[[BaseException], None]  # called by the watch's thread as soon as a peer is lost
 
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended. kind: "done", "mistake" (the user's), "lost" (a peer), "failed" or "interrupted"."""
+    """The end of a rank: its kind and what to show the user."""
 
+    # Kind reported by the rank: "done", "mistake" (the user's), "lost" (it lost a peer), "failed" or "interrupted". The
+    # parent of forked ranks adds "killed", "stopped" and "stuck".
     kind: str
-    message: str = ""
-    trace: str = ""
+    message: str = ""  # one line for the user
+    trace: str = ""  # traceback, or the output of a rank that ended without one
 
     @property
     def code(self) -> int:
+        """The rank's exit code."""
         return {"done": 0, "mistake": 2, "interrupted": 130}.get(self.kind, 1)
 
 
@@ -66,13 +70,20 @@ def run_ranks(
     work: Work,
     left: Callable[[], str] = lambda: NOTHING_LEFT,
 ) -> int:
-    """Runs `work` on every rank and returns the exit code.
+    """Run `work` on every rank and return the exit code.
 
-    ranks: how many to fork; under a launcher None or its own number.
-    settings: what all ranks must have been started with alike, beside `config`.
-    left: says what a run that ended badly has left behind, in words.
+    Raise UserError if the ranks cannot be started. Under a launcher, a process whose rank fails exits here.
+
+    Args:
+        ranks: number of ranks to fork; under a launcher None or its number of ranks
+        launch: how this process was started
+        config: settings of the transport and its time limits
+        settings: other values that must be equal on all ranks, by name
+        work: function of the rank's transport
+        left: function that returns what a failed run has left in its folder, as text for the user
     """
-    gc.freeze()  # ranks do not search what is there now: each would copy 120 MB of pages, to which the collector writes
+    # Exempt all present objects from garbage collection: the collector writes to their pages, 120 MB copied per rank.
+    gc.freeze()
     gc.enable()
     run = partial(_run_rank, config, settings, work)
     if launch.kind != "alone":
@@ -93,8 +104,11 @@ def run_ranks(
 def _run_rank(
     config: Config, settings: dict[str, str], work: Work, launch: Launch, note_loss: NoteLoss | None = None
 ) -> tuple[End, Any]:
-    """The rank's end, and its transport if there was one. It may not live to its end where it loses a peer."""
-    # imports torch: a fork's parent has done so before, else it is this rank's alone
+    """Run `work` on this rank. Return the rank's end, and its transport or None if it could not be opened.
+
+    note_loss: called at once if a peer is lost, since this rank may not reach its end
+    """
+    # It imports torch. Forked ranks inherit the import from their parent.
     from cocodiff.engine.engine import open_transport
 
     transport = None
@@ -105,17 +119,17 @@ def _run_rank(
         return End("done"), transport
     except (UserError, PeerLost, KeyboardInterrupt, Exception) as error:
         if transport is not None:
-            error = _known_loss(transport) or error  # what a rank does after another's loss may fail because of it
+            error = _known_loss(transport) or error  # after a loss other errors follow from it
         end = _end_of(error)
         if isinstance(error, PeerLost) and error.rank == launch.rank and error.reason.startswith("failed: "):
-            end = End("failed", error.reason.removeprefix("failed: "))  # a wrong message, which came to this rank
+            end = End("failed", error.reason.removeprefix("failed: "))  # it received a wrong message
         if transport is not None and end.kind != "lost":
             transport.health.fail(end.message, mistake=end.kind == "mistake")
         return end, transport
 
 
 def _known_loss(transport: Any) -> UserError | PeerLost | None:
-    """What the run has failed of by another rank's word; None if it has not."""
+    """Return the error that another rank has reported for the run; None if there is none."""
     try:
         transport.health.check()
     except (UserError, PeerLost) as known:
@@ -124,6 +138,7 @@ def _known_loss(transport: Any) -> UserError | PeerLost | None:
 
 
 def _end_of(error: BaseException) -> End:
+    """Return the end of a rank whose work raised `error`."""
     if isinstance(error, KeyboardInterrupt):
         return End("interrupted", "interrupted")
     for kind, known in (("failed", OwnRankError), ("mistake", UserError), ("lost", PeerLost)):
@@ -135,6 +150,7 @@ def _end_of(error: BaseException) -> End:
 
 
 def _say(end: End, who: str) -> None:
+    """Print a bad end on stderr: the traceback of a failure, and a line that names `who`. A good end prints nothing."""
     if end.kind == "failed":
         sys.stderr.write(end.trace)
     if end.kind != "done":
@@ -142,17 +158,20 @@ def _say(end: End, who: str) -> None:
 
 
 def _run_launched(launch: Launch, run: RunRank) -> int:
-    """This process is one rank of a launcher's job. A mistake is everybody's, so rank 0 alone says it."""
+    """Run this process's rank of a launcher's job. Return 0, or exit the process with the code of a bad end.
+
+    A user's mistake is the same on all ranks, so rank 0 alone reports it.
+    """
     told = threading.Event()
 
     def tell(error: BaseException) -> None:
-        """From the watch's thread, in one write: launchers kill survivors a moment later."""
+        """Report a lost peer from the watch's thread, in one write: the launcher kills this process soon after."""
         if isinstance(error, PeerLost):
             os.write(2, f"cocodiff: [rank {launch.rank}] {error}\n".encode())
         told.set()
 
     end, transport = run(launch, tell)
-    # The watch tells of a loss, at the same moment, unless rank 0 was lost before there was one.
+    # The watch reports a loss at about this time, unless rank 0 was lost before the watch began.
     unsaid = end.kind != "lost" or not told.wait(LAST_WORDS_S)
     if unsaid and (launch.speaks or end.kind != "mistake"):
         _say(end, "" if end.kind == "mistake" else f"[rank {launch.rank}] ")
@@ -161,8 +180,8 @@ def _run_launched(launch: Launch, run: RunRank) -> int:
         if transport is not None:
             transport.health.leave()
         else:
-            time.sleep(LAST_WORDS_S)  # ranks that have not met do not hear of each other
-        os._exit(end.code)  # lanes may hang in a library, and MPI_Finalize would wait for the dead
+            time.sleep(LAST_WORDS_S)  # before ranks have met, none can report to the others
+        os._exit(end.code)  # lanes may block in a library, and MPI_Finalize would wait for lost ranks
     return 0
 
 
@@ -170,7 +189,7 @@ def _run_launched(launch: Launch, run: RunRank) -> int:
 
 
 def _check_no_device(ranks: int, config: Config) -> None:
-    """Raises UserError where this process uses an accelerator, which forked ranks could not use then."""
+    """Raise UserError if this process uses an accelerator already, since forked ranks could not use it then."""
     torch = sys.modules.get("torch")
     found = torch.accelerator.current_accelerator() if torch is not None and config.device != "cpu" else None
     if found is not None and torch is not None and getattr(torch.get_device_module(found), "is_initialized", bool)():
@@ -179,42 +198,52 @@ def _check_no_device(ranks: int, config: Config) -> None:
 
 
 class _Notes:
-    """What forked ranks leave for their parent, in nameless files in memory, gone with the last process."""
+    """The files in memory in which forked ranks leave their ends and their output for the parent.
+
+    They have no names in the file system, and are freed when the last process that has them open ends.
+    """
 
     def __init__(self, ranks: int) -> None:
+        # `store` is for torch.distributed; the others hold the ends of all ranks, and the output of each.
         self.store, self._ends, *self._logs = (os.memfd_create("cocodiff") for _ in range(2 + ranks))
         for file in (self._ends, *self._logs):
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # several threads and processes write whole lines to it
 
     def log_of(self, rank: int) -> int:
-        """For the rank itself: the file that takes what it writes; those of the others are closed."""
+        """Return the file descriptor for a rank's output, and close those of the other ranks. Call it in the rank."""
         own = self._logs[rank]
         for other in {*self._logs} - {own}:
             os.close(other)
         return own
 
     def note_end(self, rank: int, end: End) -> None:
+        """Record an end of a rank. A later one replaces it."""
         os.write(self._ends, f"{json.dumps([rank, vars(end)])}\n".encode())
 
     def noted_end(self, rank: int) -> End | None:
-        """What a rank has said last of its end itself. Another one may be writing a line of its own meanwhile."""
+        """Return the last end that a rank has recorded; None if there is none."""
+        # Another rank may be writing at this time: an incomplete last line is not read.
         whole, _, _ = self._content(self._ends).rpartition("\n")
         notes = [json.loads(line) for line in whole.splitlines()]
         return next((End(**end) for of, end in reversed(notes) if of == rank), None)
 
     def said(self, rank: int) -> str:
+        """Return the output of a rank so far."""
         return self._content(self._logs[rank])
 
     def close(self) -> None:
+        """Close all files in this process."""
         for file in (self.store, self._ends, *self._logs):
             os.close(file)
 
     @staticmethod
     def _content(file: int) -> str:
+        """Return the text in a file, whose position stays as it is."""
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
 def _fork(ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> int:
+    """Fork all ranks, wait for them, and return the job's exit code. Raise UserError if not all can be forked."""
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
@@ -236,7 +265,7 @@ def _fork(ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> 
 
 
 def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket) -> int:
-    """A forked rank, up to its exit code. Only rank 0 keeps the terminal, and the listener."""
+    """Run a forked rank and return its exit code. Only rank 0 keeps the terminal and the watch's listening socket."""
     rank, log = launch.local_rank, notes.log_of(launch.local_rank)
     if rank:
         listener.close()
@@ -244,11 +273,11 @@ def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket)
         os.dup2(log, 2)
     else:
         keep_libraries_off_stderr(log)
-    end = End("interrupted", "interrupted")  # where it is asked to stop while it ends
+    end = End("interrupted", "interrupted")  # used if SIGTERM arrives while the rank ends
     try:
         end, _ = run(launch, lambda error: notes.note_end(rank, _end_of(error)))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except KeyboardInterrupt:  # once: what is asked of it again is ignored
+    except KeyboardInterrupt:  # a second SIGTERM is ignored
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     notes.note_end(rank, end)
     return end.code
@@ -257,16 +286,26 @@ def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket)
 def _attend_children(
     children: dict[int, int], notes: _Notes, stop: StopRequest, left: Callable[[], str], config: Config
 ) -> int:
-    """Waits for all ranks. The watch tells survivors of a bad end at once; who does not stop then is killed. So is who
-    goes on for longer than `stall_timeout_s` when others have ended well; a rank that has not said goodbye to rank 0 by
-    then is given up by the watch before.
+    """Wait for all forked ranks, report the cause of a bad end, and return the job's exit code.
 
-    What a signal has stopped sends no heartbeat, so its peers give it up; before they have met, or where all are
-    stopped, nobody but the parent notices."""
+    After a rank's bad end the watch informs the others at once, and those that still run after GRACE_S are killed.
+    After a good end the others are killed if they still run `stall_timeout_s` and a few seconds later. Within that time
+    the watch reports ranks that have not taken leave of rank 0 as lost.
+
+    A rank stopped by a signal (SIGSTOP) sends no heartbeat, so its peers report it as lost. Before ranks have met, or
+    if all are stopped, only the parent can notice. It kills ranks that are stopped for more than `timeout_s` + GRACE_S.
+
+    Args:
+        children: rank by process id; emptied as processes end
+        notes: files in which ranks record their ends and output
+        stop: request to end all ranks, which makes the exit code 130
+        left: function that returns what a failed run has left in its folder
+        config: its time limits are used
+    """
     ranks, ends = len(children), dict[int, End]()
     deadline, looked = float("inf"), time.monotonic()
     interrupted = ended_by_us = False
-    stopped_s: dict[int, float] = {}  # by process, for how long
+    stopped_s: dict[int, float] = {}  # time since each stopped process was stopped, by its id
     given_up: set[int] = set()
     while children:
         if stop.asked and not interrupted:
@@ -276,7 +315,7 @@ def _attend_children(
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         if pid == 0:
             now = time.monotonic()
-            passed_s, looked = min(now - looked, 1.0), now  # longer: this process was stopped as well (Ctrl-Z)
+            passed_s, looked = min(now - looked, 1.0), now  # a longer time: this process was stopped too (Ctrl-Z)
             stopped_s = {pid: so_far_s + passed_s for pid, so_far_s in stopped_s.items() if pid in children}
             late = {pid for pid, so_far_s in stopped_s.items() if so_far_s > config.timeout_s + GRACE_S} - given_up
             signal_all(late, signal.SIGKILL)
@@ -295,15 +334,15 @@ def _attend_children(
         rank = children.pop(pid)
         if pid in given_up:
             ends[rank] = End("stopped", f"rank {rank} was stopped for more than {config.timeout_s:g} s")
-        elif ended_by_us:  # it may still have said something, as on a machine that is busy
+        elif ended_by_us:  # it may have recorded its end just before
             ends[rank] = notes.noted_end(rank) or End("stuck", f"rank {rank} did not stop")
         else:
             ends[rank] = _child_end(rank, status, notes)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
-            watched_s = config.stall_timeout_s + BEAT_S  # in which the watch names who hangs
+            watched_s = config.stall_timeout_s + BEAT_S  # within it the watch names the rank that blocks
             deadline = time.monotonic() + GRACE_S + (0.0 if ends[rank].code else watched_s)
         if len(children) == 1 and all(end.kind == "lost" for end in ends.values()):
-            deadline = time.monotonic()  # the one that all others have given up has had its time
+            deadline = time.monotonic()  # the last one was given up by all others: do not wait longer
     if interrupted:
         print(f"cocodiff: interrupted; {left()}", file=sys.stderr)
         return 130
@@ -311,6 +350,7 @@ def _attend_children(
 
 
 def _child_end(rank: int, status: int, notes: _Notes) -> End:
+    """Return the end of a forked rank from its status (`os.waitpid`) and the end that it has recorded."""
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         said = notes.said(rank) if number in OWN_SIGNALS else ""
@@ -320,14 +360,25 @@ def _child_end(rank: int, status: int, notes: _Notes) -> End:
 
 
 def _report(ends: dict[int, End], ranks: int, left: str) -> int:
-    """One line for the cause, however many ranks it took down. Returns the exit code of the job."""
+    """Print one line on the cause of a job's bad end, and return the job's exit code.
+
+    The cause is the worst of the ranks' ends; the losses that other ranks report only follow from it.
+
+    Args:
+        ends: end of each rank
+        ranks: number of ranks
+        left: text on what the run has left in its folder
+    """
     bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
     if not bad:
         return 0
     order = ("mistake", "killed", "stopped", "failed", "interrupted", "lost", "stuck")
 
     def gravity(rank: int) -> tuple[int, int]:
-        """Of those that did not stop rank 0 comes last: it may have waited for the others' goodbyes."""
+        """Return the key by which the cause comes first among bad ends.
+
+        Of ranks that did not stop rank 0 comes last, since it may only have waited for the others to leave.
+        """
         return order.index(bad[rank].kind), -rank if bad[rank].kind == "stuck" else rank
 
     cause = min(bad, key=gravity)
@@ -338,25 +389,32 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
     sys.stderr.write(end.trace)
     named_there = end.kind in ("killed", "stopped", "lost", "stuck")
     message = end.message if named_there else f"rank {cause} {end.kind}: {end.message}"
-    # The lost rank itself may have heard of it as well.
+    # The lost rank may have received the report of its own loss: it is not one of the others.
     named = min(ranks - 1, sum(other.kind == "lost" for other in bad.values()))
     print(f"cocodiff: {message}; {named} of {ranks - 1} {NOTICED}, {left}", file=sys.stderr)
     return 1
 
 
 def read_loss(text: str) -> PeerLost | None:
-    """Return the rank that `_report` says a job has ended of, from the job's output; None where it names none."""
+    """Return the loss of a rank that `_report` has printed, from a job's output; None if it printed none."""
     found = re.search(rf"^cocodiff: rank (\d+) (.+?); \d+ of \d+ {NOTICED}", text, re.MULTILINE | re.DOTALL)
     return PeerLost(int(found[1]), found[2]) if found is not None else None
 
 
-# Of every command that runs on ranks ----------------------------------------------------------------------------------
+# Used by every command that runs on ranks -----------------------------------------------------------------------------
 
 
 def settle(values: dict[str, Any], launch: Launch) -> tuple[Launch, int]:
-    """Quiets libraries and shares cores, before torch is imported. Returns the launch, whose size MPI was asked for
-    where nobody has told it, and how many ranks there are. Raises UserError."""
-    gc.disable()  # until ranks run: a tenth of the time would go into a search for garbage among what imports leave
+    """Quiet libraries and divide the cores among ranks. Return the launch with its size, and the number of ranks.
+
+    Call it before torch is imported. MPI is asked for the size if the launcher does not give it. Garbage collection is
+    off until `run_ranks`. Raise UserError if the ranks do not fit on this host, or MPI's ranks cannot be counted.
+
+    Args:
+        values: values of the command's options
+        launch: how this process was started
+    """
+    gc.disable()  # a search for garbage among imported objects would take a tenth of the time
     quiet_libraries(values["log_level"])
     if launch.size is None or launch.guessed:
         launch = count_ranks(launch, Limits(values["timeout_s"], values.get("start_timeout_s", Limits.start_s)))
@@ -376,26 +434,35 @@ def run_holding(
     import_before_fork: Callable[[], None],
     compared: dict[str, str] | None = None,
 ) -> int:
-    """`run_ranks` while no other run may write to the folder; a run that ends badly leaves nothing unfinished there.
+    """Run `work` on every rank, while no other run may write to the folder, and return the exit code.
 
-    values: of all options, which ranks must have been given alike; compared: what else must be. import_before_fork:
-    called in the process that ranks are forked from, if they are forked from here.
+    A run that fails leaves nothing unfinished in the folder but units of work that are done.
+
+    Args:
+        output: folder of the results
+        values: values of all options, which must be equal on all ranks except `ranks`
+        launch: how this process was started
+        config: settings of the transport and its time limits
+        work: function of the rank's transport
+        import_before_fork: called in the process that ranks are forked from; not called under a launcher
+        compared: other values that must be equal on all ranks, by name
     """
     ranks, writing = values["ranks"], output.writing()(work)
     alike = {name: str(value) for name, value in values.items() if name != "ranks"} | (compared or {})
     if launch.kind != "alone":
-        # Where rank 0 may not have the folder, the others must hear it: they are told once they have met.
+        # Rank 0 locks the folder after the ranks have met, so that all of them receive its error if it cannot.
         return run_ranks(ranks, launch, config, alike, partial(_hold_on_first, output, writing))
     with output.held():
         import_before_fork()
         code = run_ranks(ranks, launch, config, alike, writing, output.left)
-        # Forked ranks' one line tells it already, unless it tells of a mistake.
+        # The line of `_report` says this already, unless the end is a user's mistake.
         if code and (ranks in (None, 1) or code == 2):
             _note_left(output)
         return code
 
 
 def _hold_on_first(output: OutputFolder, work: Work, transport: Any) -> None:
+    """Run `work` while rank 0 keeps other runs out of the folder. If it fails, rank 0 prints what is left there."""
     with output.held() if transport.rank == 0 else nullcontext():
         try:
             work(transport)
@@ -406,5 +473,6 @@ def _hold_on_first(output: OutputFolder, work: Work, transport: Any) -> None:
 
 
 def _note_left(output: OutputFolder) -> None:
+    """Print on stderr what a failed run has left in its folder, if anything."""
     if (left := output.left()) != NOTHING_LEFT:
         note(f"cocodiff: {left}")

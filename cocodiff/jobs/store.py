@@ -1,8 +1,8 @@
-"""A store of what a job has finished so far, beside its unfinished results, so that another start can go on.
+"""The store of a job's finished units of work, from which another start of the job continues.
 
-A job is a list of units of work: batches of slices, prompts, trials. What a unit makes is one file, which is written
-beside and renamed into place. A unit is done when its file is there and can be read; one whose file is damaged or gone
-is done again.
+A job is a list of numbered units: batches of slices, prompts, trials. The results of a unit are one file, which is
+written under another name and then renamed. A unit is done if its file exists and can be read. A unit with a damaged
+file is done again.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 
 from cocodiff.config.files import appearing, flush, replace_text
 
-PARTIAL = ".cocodiff.partial"  # the hidden folder of unfinished results, in that of results
-FOLDER = ".progress"  # within the hidden one
-ROWS = "rows"
-Made = Iterable[tuple[str, Any]]  # what a unit has made: arrays by their names, and lists of plain data called ROWS
-_HEADER = "job.json"
+PARTIAL = ".cocodiff.partial"  # hidden folder of unfinished results, in the folder of results
+FOLDER = ".progress"  # folder of the store, in PARTIAL
+ROWS = "rows"  # name of a unit's plain data
+Made = Iterable[tuple[str, Any]]  # a unit's results: pairs of a name and an array, or of ROWS and a list of plain data
+_HEADER = "job.json"  # file of what `Store.begin` was given
 
 
 class Kept(NamedTuple):
     """The part of a job that is finished."""
 
-    done: int  # slices, samples or prompts; 0 where units are finished that count as none, such as those of a test
-    total: int
+    done: int  # number of finished slices, samples or prompts; units that belong to a test count 0
+    total: int  # number of these in the whole job
     unit: str  # "slices", "samples" or "prompts"
 
     def __str__(self) -> str:
@@ -37,34 +37,40 @@ class Kept(NamedTuple):
 
 
 class Store:
-    """The files of a job's units, by their numbers, in the folder of its unfinished results."""
+    """The files of a job's finished units, by the units' numbers, in the folder of its unfinished results.
+
+    results: that folder
+    """
 
     def __init__(self, results: Path) -> None:
         self.folder = results / FOLDER
 
     def begin(self, settings: Mapping[str, Any], counts: Sequence[int], total: int, unit: str, overwrite: bool) -> None:
-        """Write what the job is.
+        """Make the store's folder and write the description of the job.
 
-        settings: all that the results depend on
-        counts: the slices or prompts (`unit`) of each unit of work
-        total: how many of these the job has as far as is known
-        overwrite: True if they may replace those of an earlier run
+        Args:
+            settings: everything that the results depend on
+            counts: number of slices or prompts in each unit of work
+            total: number of these in the job, as far as it is known
+            unit: what is counted: "slices", "samples" or "prompts"
+            overwrite: True if the results may replace those of an earlier run
         """
         self.folder.mkdir()
         header = {"settings": settings, "counts": [*counts], "total": total, "unit": unit, "overwrite": overwrite}
         self._write(header)
 
     def expect(self, total: int) -> None:
-        """Write how many slices or prompts the job turns out to have."""
+        """Write a new total of the job's slices or prompts, when it becomes known. Nothing changes before `begin`."""
         header = self.header()
         if header is not None and header["total"] != total:
             self._write({**header, "total": total})
 
     def _write(self, header: Mapping[str, Any]) -> None:
+        """Replace the description of the job."""
         replace_text(self.folder / _HEADER, json.dumps(header, indent=1))
 
     def header(self) -> dict[str, Any] | None:
-        """Return what `begin` was given; None where there is nothing to go on with."""
+        """Return the arguments of `begin` by name; None if there is no description of a job, or it is damaged."""
         try:
             found = json.loads((self.folder / _HEADER).read_text())
             known = {"settings": dict(found["settings"]), "total": int(found["total"]), "unit": str(found["unit"])}
@@ -73,7 +79,7 @@ class Store:
             return None
 
     def kept(self) -> Kept | None:
-        """Return how much is finished; None where no unit is."""
+        """Return how much of the job is finished; None if no unit is."""
         header = self.header()
         if header is None:
             return None
@@ -82,11 +88,12 @@ class Store:
 
     @property
     def is_damaged(self) -> bool:
-        """True if units are there, or journals of an older version, without a record of what they belong to."""
+        """True if there are units, or files of an older version (*.jsonl), but no readable description of their job."""
         return self.header() is None and (bool(self.finished()) or any(self.folder.glob("*.jsonl")))
 
     @property
     def bytes(self) -> int:
+        """The size of all units' files, in bytes."""
         return sum(path.stat().st_size for path in self.folder.glob("*.npz"))
 
     def finished(self) -> set[int]:
@@ -94,7 +101,12 @@ class Store:
         return {int(path.stem) for path in self.folder.glob("*.npz")}
 
     def add(self, number: int, made: Made) -> None:
-        """Save what a unit has made, one after the other; return when it is on the disk."""
+        """Save a unit's results in the order in which they are made, and return when they are on the disk.
+
+        Args:
+            number: number of the unit
+            made: its results; an iterator holds only one array in memory at a time
+        """
         from numpy.lib.format import write_array
 
         rows: list[Any] = []
@@ -110,7 +122,7 @@ class Store:
             flush(unfinished)
 
     def rows(self, numbers: Iterable[int]) -> list[Any]:
-        """Return the rows of some units in this order."""
+        """Return the plain data (ROWS) of some units as one list, in the order of `numbers`."""
         found = []
         for number in numbers:
             with self.open(number) as unit:
@@ -118,34 +130,43 @@ class Store:
         return found
 
     def open(self, number: int) -> Any:
-        """Return a unit's arrays by their names, which are read when they are asked for, as a context manager."""
+        """Open a unit's file: a mapping from names to arrays, each read on access, and a context manager."""
         import numpy as np
 
         return np.load(self._path(number), allow_pickle=False)
 
     def is_whole(self, number: int, holds: Callable[[int], bool] = lambda number: True) -> bool:
-        """Return True if a unit's file can be read, by its checksums, and what lies elsewhere of it (`holds`)."""
+        """Return True if the checksums in a unit's file are right, and `holds` is True.
+
+        holds: function of the number that is True if the unit's results outside the store are intact
+        """
         try:
             with zipfile.ZipFile(self._path(number)) as file:
                 return file.testzip() is None and holds(number)
-        except Exception:  # zipfile, numpy and each format raise kinds of their own for a damaged file
+        except Exception:  # for damaged files zipfile, numpy and other formats raise many types
             return False
 
     def drop(self, number: int) -> None:
-        """Remove a unit, which is to be done again."""
+        """Remove a unit's file, so that the unit is done again."""
         self._path(number).unlink()
 
     def _path(self, number: int) -> Path:
+        """Return the path of a unit's file."""
         return self.folder / f"{number}.npz"
 
     def open_claims(self) -> str:
-        """Return the name of a new folder of claims; those of an earlier start are void."""
+        """Make a new folder for claims on units and return its name. Claims of an earlier start no longer count."""
         name = f"claims-{time.time_ns()}"
         (self.folder / name).mkdir()
         return name
 
     def claim(self, claims: str, number: int) -> bool:
-        """Return True if a unit is the caller's now: nobody else has claimed it."""
+        """Claim a unit for the caller. Return False if another process has claimed it.
+
+        Args:
+            claims: result of `open_claims`
+            number: number of the unit
+        """
         try:
             os.close(os.open(self.folder / claims / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:
@@ -153,6 +174,6 @@ class Store:
         return True
 
     def remove(self) -> None:
-        """Nothing is left to go on with."""
+        """Remove the store with all units, after which nothing is left to continue from."""
         if self.folder.exists():
             shutil.rmtree(self.folder)

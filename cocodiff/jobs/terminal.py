@@ -1,4 +1,7 @@
-"""Output on the terminal: rank 0's progress and results. Messages of libraries are shown only with --log_level."""
+"""The output of a command on the terminal: rank 0's progress bars and results.
+
+This module also keeps messages of libraries off the terminal, unless --log_level asks for them.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,17 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TextIO
 
-FEW_S = 5.0  # what the first calls of a model take by which a job's time is estimated
+FEW_S = 5.0  # time of the first steps from which the rest of a job is estimated
 JOB_BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # the others follow the first, if not set
+# Variables with the number of threads of a process. A library whose own is not set follows the first one.
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def quiet_libraries(level: str) -> None:
-    """Keeps the libraries' warnings, progress bars and advice off the terminal. Call before importing torch."""
+    """Keep the libraries' warnings, progress bars and advice off the terminal. Call it before torch is imported.
+
+    level: value of --log_level. With "debug" or "info" all messages are shown
+    """
     if level in ("debug", "info"):
         logging.basicConfig(level=level.upper())
         return
@@ -37,9 +44,13 @@ def quiet_libraries(level: str) -> None:
 
 
 def keep_libraries_off_stderr(log: int) -> None:
-    """Sends what libraries write on stderr themselves to a file descriptor, where `quiet_libraries` has quieted them;
-    what Python writes goes where it went. Gloo's errors cannot be quieted otherwise: it writes several lines on each
-    connection that comes to nothing."""
+    """Redirect the file descriptor of stderr to `log`. `sys.stderr` keeps its place, so Python's own output is shown.
+
+    It concerns libraries in C and C++: Gloo writes several lines for each failed connection, and no setting stops it.
+    Nothing changes if libraries are not quieted (`quiet_libraries`).
+
+    log: descriptor of an open file
+    """
     if os.environ.get("TORCH_CPP_LOG_LEVEL") not in ("ERROR", "FATAL"):
         return
     with suppress(OSError):  # it may be closed
@@ -49,9 +60,15 @@ def keep_libraries_off_stderr(log: int) -> None:
 
 
 def limit_threads(ranks: int, launched: bool = False) -> None:
-    """Shares the cores among local ranks, before numpy or torch are imported. What the user has set stays, and where
-    OMP_NUM_THREADS is set every library follows it: the last bits of sums depend on threads, and must not depend on how
-    many ranks share a host. launched: by a launcher, which may have bound them."""
+    """Divide the cores among this host's ranks: set the number of threads of each. Call it before numpy and torch load.
+
+    Variables that the user has set keep their values. If OMP_NUM_THREADS is set, nothing is divided: the last bits of
+    sums depend on the number of threads, which should then not depend on the number of ranks.
+
+    Args:
+        ranks: number of ranks on this host
+        launched: True if a launcher started them, which may have bound each to some cores
+    """
     if os.environ.get(THREADS[0]):
         return
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(os.cpu_count() or 1)}
@@ -62,12 +79,12 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
 
 
 def _shared_cores(own: set[int]) -> set[int]:
-    """Return the cores that a launcher had for this host's ranks, this rank's own among them.
+    """Return the cores that a launcher's ranks on this host share: this rank's `own`, and others of the launcher.
 
-    It may have bound each rank to some of these (`--cpu-bind`), which are not to be divided again. Where all ranks may
-    use no more than some of the machine's, as in a container, the launcher may use more where it is outside of it. So
-    these are the launcher's, as far as Linux grants them here: it gives nobody cores outside of a container's, whoever
-    asks, while it gives back those that a process was bound away from."""
+    A launcher may have bound each rank to some of its cores (`--cpu-bind`). These are not divided again. So the cores
+    are those of the parent process, the launcher, as far as Linux grants them to this process. It grants cores that
+    the binding had removed, but no cores outside of a container, even if the launcher runs outside of it.
+    """
     try:
         os.sched_setaffinity(0, own | {*range(os.sysconf("SC_NPROCESSORS_CONF"))})
         granted = os.sched_getaffinity(0)
@@ -78,12 +95,12 @@ def _shared_cores(own: set[int]) -> set[int]:
 
 
 def threads() -> dict[str, str | None]:
-    """Threads of this rank's arithmetic, by the variables that say it."""
+    """Return the value of each variable of THREADS, else that of the first one; None if neither is set."""
     return {name: os.environ.get(name, os.environ.get(THREADS[0])) for name in THREADS}
 
 
 def _bar(**own: Any) -> Any:
-    """A bar on stderr, drawn seldom where that goes to a file."""
+    """Return a tqdm bar on stderr, which is drawn less often if stderr is a file. `own` are arguments of tqdm."""
     from tqdm import tqdm
 
     seen = sys.stderr.isatty()
@@ -92,12 +109,12 @@ def _bar(**own: Any) -> Any:
 
 
 def progress_bar(description: str, total: int, shown: bool) -> Any:
-    """A bar on stderr: for rank 0, and only where somebody watches or a log is wanted."""
+    """Return a tqdm bar on stderr that counts steps. If `shown` is False it draws nothing."""
     return _bar(total=total, desc=description, unit="step", disable=not shown)
 
 
 def span(seconds: float) -> str:
-    """Return a time in words, as "53.7 s", "14.2 min" or "3.1 h"."""
+    """Return a time as text, such as "53.7 s", "14.2 min" or "3.1 h"."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -105,18 +122,24 @@ def span(seconds: float) -> str:
 
 
 class JobBar:
-    """The progress of a whole job on stderr: what all replicas have done, how much an hour, the time left.
+    """The progress bar of a whole job on stderr: the items that all replicas have finished, items per hour, time left.
 
-    It is drawn by a thread of its own, since other replicas get on while this rank waits. `begin` and `advance` tell
-    what this rank is at, so that a job of few long items moves as well. A context manager.
+    It is a context manager. A thread of its own draws it, since other replicas finish items while this rank waits.
+    This rank also reports its steps within an item by `begin` and `advance`, so that a bar of few long items moves.
     """
 
     def __init__(self, total: int, unit: str, done: Callable[[], int], shown: bool) -> None:
-        """total: how many slices, prompts or runs (`unit`) the job has; done: how many are finished by now, all
-        replicas together; shown: whether anybody watches."""
+        """Prepare the bar. It is drawn from `__enter__` on.
+
+        Args:
+            total: number of items in the job
+            unit: word for the items: "slices", "prompts" or another one
+            done: function that returns the number of items that all replicas have finished
+            shown: False to draw nothing
+        """
         self.total, self._unit, self._done, self.shown = total, unit, done, shown
         self._items = self._steps = self._of = self._expected = 0
-        self._seen: list[tuple[float, int]] = []  # when steps ended, and how many
+        self._seen: list[tuple[float, int]] = []  # when `advance` was called, and its number of steps
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._redraw, name="progress", daemon=True)
 
@@ -136,17 +159,18 @@ class JobBar:
             self._bar.close()
 
     def begin(self, items: int, steps: int) -> None:
-        """This rank begins so many items, which take so many steps together."""
+        """Report that this rank begins `items` items, which take `steps` steps together."""
         self._items, self._of, self._steps = items, steps, 0
 
     def expect_steps(self, steps: int) -> None:
-        """Take note that this rank has about so many steps before it, and say after the first few how long they take.
+        """Set the number of steps that this rank has left, about. One line then says how long the job will take.
 
-        A line is said once, where somebody watches.
+        The line is printed once, after the steps of the first FEW_S seconds, and only if the bar is shown.
         """
         self._expected = steps if self.shown else 0
 
     def advance(self, steps: int) -> None:
+        """Report that this rank has done `steps` more steps."""
         self._steps += steps
         if not self._expected:
             return
@@ -159,7 +183,7 @@ class JobBar:
             self.say(f"about {span(passed / done * max(left, 0))} to go, as the first calls of the model show")
 
     def say(self, text: str) -> None:
-        """A line on stdout that leaves the bar whole."""
+        """Print a line on stdout without breaking the bar."""
         if not self.shown:
             say(text)
             return
@@ -169,31 +193,38 @@ class JobBar:
             self._bar.refresh(nolock=True)
 
     def _redraw(self) -> None:
+        """Draw the bar at intervals until the job has ended, on a thread of its own."""
         interval_s = 0.5 if sys.stderr.isatty() else 15.0
         while not self._ended.wait(interval_s):
-            with suppress(OSError):  # of a journal
+            with suppress(OSError):  # `done` reads files
                 self._draw()
 
     def _draw(self) -> None:
+        """Draw the bar once. The items under way count by the share of their steps that is done."""
         done = self._done()
         under_way = self._items * min(1.0, self._steps / self._of) if self._of else 0.0
         self._bar.total, self._bar.n = self.total, min(float(self.total), done + under_way)
         self._bar.set_description_str(self._told(done), refresh=True)
 
     def _told(self, done: int) -> str:
+        """Return the text before the bar: finished items, their total, and items per hour of this start."""
         hours = (time.monotonic() - self._since) / 3600
         rate = f", {(done - self._first) / hours:.0f} an hour" if done > self._first else ""
         return f"{done} of {self.total} {self._unit}{rate}"
 
 
 def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
-    """A function that wraps the numbers of slices while they are read, and shows a bar on stderr after two seconds."""
+    """Return a function that shows a bar on stderr while slices are read.
+
+    It takes the slices' numbers and a description of the work, and returns the same numbers as an iterable. The bar
+    appears after two seconds, and never if `shown` is False.
+    """
     about = {"unit": "slice", "disable": not shown, "delay": 2, "leave": False}
     return lambda numbers, what: _bar(iterable=numbers, desc=what, **about)
 
 
 def say(text: str = "") -> None:
-    """A line on stdout. Where nobody reads it any more, or the disk is full, it is lost, and the work goes on."""
+    """Print a line on stdout. If its reader has ended or the disk is full, all further output is discarded instead."""
     try:
         print(text, flush=True)
     except OSError:
@@ -201,13 +232,13 @@ def say(text: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """Says on stderr what is being done, as progress bars do: stdout holds results alone."""
+    """Print a line on stderr about the progress of the work. Results alone go to stdout."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def open_streams() -> None:
-    """Open the standard streams that this process was started without, to nowhere: files would take their numbers."""
+    """Open the null device for standard streams that this process lacks. Other files would take their descriptors."""
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
             stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)  # takes the lowest number that is free
@@ -216,14 +247,14 @@ def open_streams() -> None:
 
 
 def stop_writing(stream: TextIO) -> None:
-    """Sends what is written to a stream from now on to nowhere, what its buffer holds included."""
+    """Discard everything written to a stream from now on, and what is still in its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 class BarStream:
-    """A stream for progress bars, which are lost where nobody reads them any more: no run ends because of them."""
+    """A stream for progress bars. It discards output if the reader has ended, so that no run fails because of it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
