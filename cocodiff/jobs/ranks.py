@@ -38,7 +38,7 @@ from cocodiff.jobs.terminal import keep_libraries_off_stderr, limit_threads, not
 LAST_WORDS_S = 1.0
 GRACE_S = 3.0  # time for the other ranks to notice a failure and clean up, and for rank 0 to report a mistake
 NOTICED = "other ranks noticed and stopped"
-OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # for faults in libraries
+OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of faults in the process
 Work = Callable[[Any], None]  # called with the rank's transport
 NoteLoss = Callable[[BaseException], None]  # called by the watch's thread as soon as a peer is lost
 
@@ -82,7 +82,8 @@ def run_ranks(
         work: function of the rank's transport
         left: function that returns what a failed run has left in its folder, as text for the user
     """
-    # Exempt all present objects from garbage collection: the collector writes to their pages, 120 MB copied per rank.
+    # Exempt all present objects from garbage collection. The collector writes to the pages of objects that it visits,
+    # so every rank would copy 120 MB.
     gc.freeze()
     gc.enable()
     run = partial(_run_rank, config, settings, work)

@@ -81,9 +81,9 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
 def _shared_cores(own: set[int]) -> set[int]:
     """Return the cores that a launcher's ranks on this host share: this rank's `own`, and others of the launcher.
 
-    A launcher may have bound each rank to some of its cores (`--cpu-bind`). These are not divided again. So the cores
-    are those of the parent process, the launcher, as far as Linux grants them to this process. It grants cores that
-    the binding had removed, but no cores outside of a container, even if the launcher runs outside of it.
+    A launcher may have bound each rank to some of its cores (`--cpu-bind`), a share that must not be divided again. So
+    these are the cores of the parent process, the launcher, as far as Linux grants them to this process. It grants
+    cores that the binding had removed, but none outside of a container, even if the launcher runs outside of it.
     """
     try:
         os.sched_setaffinity(0, own | {*range(os.sysconf("SC_NPROCESSORS_CONF"))})
