@@ -56,11 +56,11 @@ def partition_of(
     """Return the partition of the ranks for a job, the same on every rank.
 
     If a preset is lossy, at least two ranks share an image. A model that is not `is_planned` has one replica unless the
-    option gives more. The guidance is for presets whose `guidance_parallel` is auto. If the planner has a choice, rank 0
-    prints what was chosen and why, in a dry run also memory and time.
+    option gives more. The guidance is for presets whose `guidance_parallel` is auto. If the planner has a choice, rank
+    0 prints what was chosen and why, in a dry run also memory and time.
 
-    Raise UserError for given numbers that the ranks do not allow, if no partition fits the machine's memory, and if
-    replicas would make the same image with different bits.
+    Raise UserError for given numbers that the ranks do not allow, and if no partition fits the machine's memory. Raise
+    it also if an image's bits would depend on the replica that makes it.
 
     Args:
         values: options by name: parallel, replicas, dry_run, dtype, machine, device, steps, height, width and tile.
