@@ -293,7 +293,7 @@ def import_pipeline(request: Request) -> None:
 
     `scipy.stats` is only executed when it is first used.
     """
-    import_late("scipy.stats")  # takes another tenth; schedulers import it, and use it for one kind of schedule
+    import_late("scipy.stats")  # a tenth of the start; schedulers import it and use it for one kind of schedule
     _pipeline_class(request)
 
 
