@@ -1,5 +1,7 @@
 """The items of a job (slices or images): their batches, their samples with mean and spread, and what these cost.
 
+A mode is a preset, a setting on trial, or the exact run that others are compared with.
+
 A batch is what one replica makes at once. All samples of a slice are made in one batch if there are enough slices for
 many replicas. Otherwise they are divided among several batches. The store then keeps the samples of each batch until
 all are made, and they are merged in their order. It also keeps the samples that were made to try the settings of a
@@ -193,6 +195,7 @@ class Cost:
         shared["replica_seconds"] = {replica: one / count for replica, one in self.replica_seconds.items()}
 
         def sent(of_links: Mapping[str, int], n: int) -> dict[str, int]:
+            """Return the n-th image's share of the bytes of each link class."""
             return {link: sent * (n + 1) // count - sent * n // count for link, sent in of_links.items()}
 
         parts: list[dict[str, Any]] = [{name: sent(getattr(self, name), n) for name in PURPOSES} for n in range(count)]

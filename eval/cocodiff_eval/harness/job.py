@@ -251,6 +251,7 @@ def run_batches(
     first, batches, store = replica.whole.rank == 0, job.batches, output.store
 
     def holds(number: int) -> bool:
+        """Return True unless the unit precedes the batches and its files outside the store are changed."""
         with store.open(number) as made:
             place = number - len(batches)
             return place not in range(len(way.counts)) or way.holds(place, made)
@@ -390,6 +391,7 @@ class Trials(Presets):
         return [group.record(self.quality) for group in self._groups()]
 
     def _setting(self, task: int) -> str:
+        """Return the name of the setting that is chosen for a task."""
         return self.settings[self.groups[task].taken]
 
     def batch_settings(self, number: int, batch: Batch) -> BatchSettings:

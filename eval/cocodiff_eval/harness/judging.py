@@ -89,6 +89,7 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, ResultF
     grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
 
     def width(preset: str, index: int) -> np.ndarray:
+        """Return half the width of a slice's 90 % intervals, in the input's units."""
         return half_width([files[preset + end].read(index) for end in BOUNDS], task.mask.read(index), task.scale)
 
     uncertainty = {f"{one}: uncertainty": partial(width, one) for one in presets if one + BOUNDS[0] in files}
@@ -115,6 +116,7 @@ def jumps(
 
     @lru_cache(len(task.stack) if small else 0)
     def read(index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Return a slice's mask, its truth, and its restoration with each preset."""
         return task.mask.read(index), truth.read(index), {one: files[one].read(index) for one in presets}
 
     found, shells = slice_jumps(read, task.mask.masked, progress), dict[str, dict[str, Any]]()
