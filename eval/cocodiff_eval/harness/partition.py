@@ -55,7 +55,7 @@ def partition_of(
 ) -> Partition:
     """Return the partition of the ranks for a job, the same on every rank.
 
-    If a preset is lossy, at least two ranks share an image. A model that is not `is_planned` has one replica unless the
+    If a preset is lossy, at least two ranks share an image. A model unknown to the planner has one replica unless the
     option gives more. The guidance is for presets whose `guidance_parallel` is auto. If the planner has a choice, rank
     0 prints what was chosen and why, in a dry run also memory and time.
 
@@ -238,7 +238,7 @@ def cases_of(
 def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: Request) -> dict[str, Config]:
     """Return the presets with the number of tokens of the job's images, by which the engine chooses meshes.
 
-    They are returned unchanged if a rate of the machine is unknown or the model is not `is_planned`.
+    They are returned unchanged if a rate of the machine is unknown, or the model is unknown to the planner.
     """
     if load_machine(values["machine"]).missing_rates or not is_planned(request):
         return dict(presets)

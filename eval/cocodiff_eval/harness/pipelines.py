@@ -351,7 +351,7 @@ def _load_on_ranks(
 ) -> tuple[Any, list[Embeddings], dict[str, Any]]:
     """Return the pipeline, still on the CPU, the embeddings of each prompt, and the arguments of all calls.
 
-    All ranks call it. Rank 0 is first, so that only it downloads files, and the only one to encode prompts.
+    All ranks call it. Rank 0 loads first, so that files are downloaded once. It alone encodes the prompts.
 
     Args:
         request: the model, not the embedded one.
