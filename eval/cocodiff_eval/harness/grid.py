@@ -1,13 +1,13 @@
-"""The points of a sweep, from the sections `base`, `grid` and `points` of its file.
+"""The points of a sweep: settings of the engine to compare, from the sections `base`, `grid` and `points` of its file.
 
-    base: {exchange: flat, selection: v_major}        # what points start from that name no preset
+    base: {exchange: flat, selection: v_major}        # settings of all points that name no preset
     grid: {schedule: [linear, fixed], ratio: [.5, .75], mask: [block, center], steps: [20]}
     points:
-      - {name: theirs, preset: cocodiff}              # further ones, one by one
+      - {name: theirs, preset: cocodiff}              # further points, one by one
       - {schedule: reverse}
       - {name: rings, preset: flat, ring: 2, placement: usp, chunks: 2}
 
-Every combination of the settings in `grid` is a point, and so is every entry of `points`. `steps` and `mask` are no
+Every combination of the settings in `grid` is a point, and so is every entry of `points`. `steps` and `mask` are not
 settings of a point: every point runs at each number of steps and under each mask.
 """
 
@@ -25,39 +25,47 @@ from cocodiff.config.setting import settings_of
 from cocodiff.jobs.options import engine_record, engine_settings
 from cocodiff_eval.harness.session import EXACT
 
-SECTIONS = ("base", "grid", "points")
-OF_RUNS = ("steps", "mask")
-MOST_RUNS = 10_000  # of one slice: points, times numbers of steps, times masks
-DEFAULTS: dict[str, list[Any]] = {"steps": [50], "mask": ["block"]}
-EXACT_RUN = "exact run"  # the preset that points are compared with, where none of them has its settings
+SECTIONS = ("base", "grid", "points")  # of a sweep's file
+OF_RUNS = ("steps", "mask")  # keys that every point is combined with
+MOST_RUNS = 10_000  # most runs of one slice: points, times numbers of steps, times masks
+DEFAULTS: dict[str, list[Any]] = {"steps": [50], "mask": ["block"]}  # values of OF_RUNS that are not given
+EXACT_RUN = "exact run"  # name of the run that points are compared with, unless a point has its settings
 
 
 @dataclass(frozen=True)
 class Point:
-    """Settings under a name of their own. settings: what the file says of them, preset included."""
+    """A combination of settings in a sweep."""
 
-    name: str
-    config: Config
-    settings: dict[str, Any]
+    name: str  # unique within the sweep
+    config: Config  # all settings of the engine
+    settings: dict[str, Any]  # those that the sweep's file gives, `preset` included
 
     @property
     def lossy(self) -> bool:
-        """Whether what is sent loses something, so that one rank alone has no use for it."""
+        """True if attention is not exact: tokens are left out or coded with loss, which does nothing on a single
+        rank."""
         return not self.config.exact_attention
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a sweep runs. presets: of the points by their names, after those of the exact run."""
+    """The runs of a sweep: every point at each number of steps and under each mask."""
 
     points: list[Point]
-    steps: list[int]
-    masks: list[str]
-    presets: dict[str, Config]
+    steps: list[int]  # numbers of denoising steps
+    masks: list[str]  # "block", "center" or paths of mask files
+    presets: dict[str, Config]  # settings by the points' names; the first are the exact run's
 
 
 def read_grid(values: Mapping[str, Any]) -> Grid:
-    """The grid of parsed options. Raises UserError for unknown keys, with a suggestion, and for unfit values."""
+    """Return the grid that parsed options describe.
+
+    Raise UserError for unknown keys, with a suggestion, for invalid values and for too many runs.
+
+    Args:
+        values: options by name, among them the sections of the sweep's file. Engine settings among them apply to all
+            points, and `steps` and `mask` replace those of the file.
+    """
     varied = ["preset", *(name for name, one in settings_of(engine_record()).items() if one.given == "sweep")]
     base = _mapping(values["base"], "base", [*varied, *OF_RUNS])
     grid = _mapping(values["grid"], "grid", [*varied, *OF_RUNS])
@@ -83,7 +91,16 @@ def read_grid(values: Mapping[str, Any]) -> Grid:
 
 
 def _of_runs(key: str, values: Mapping[str, Any], base: Mapping[str, Any], grid: Mapping[str, Any]) -> list[Any]:
-    """The numbers of steps, or the masks: of the command line, else of the grid, of the base, or the usual ones."""
+    """Return the numbers of steps or the masks of a sweep, each once.
+
+    They are the command line's, else the grid's, else the base's, else DEFAULTS. Raise UserError for an invalid value.
+
+    Args:
+        key: "steps" or "mask".
+        values: options of the command line.
+        base: the section `base`.
+        grid: the section `grid`.
+    """
     found = values[key] or grid.get(key) or ([base[key]] if key in base else DEFAULTS[key])
     for one in found:
         if key == "steps" and (type(one) is not int or one < 1):
@@ -94,7 +111,13 @@ def _of_runs(key: str, values: Mapping[str, Any], base: Mapping[str, Any], grid:
 
 
 def _check_size(axes: Mapping[str, int], listed: int, of_runs: Mapping[str, Sequence[Any]]) -> None:
-    """Raises UserError for more runs of a slice than anybody can mean, before they are made."""
+    """Raise UserError if each slice would have more than MOST_RUNS runs.
+
+    Args:
+        axes: number of values of each setting in `grid`.
+        listed: number of entries of `points`.
+        of_runs: the numbers of steps and the masks, by OF_RUNS.
+    """
     points = listed + (math.prod(axes.values()) if axes or not listed else 0)
     runs = points * math.prod(len(choices) for choices in of_runs.values())
     if runs > MOST_RUNS:
@@ -107,6 +130,13 @@ def _check_size(axes: Mapping[str, int], listed: int, of_runs: Mapping[str, Sequ
 
 
 def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of a section of the file, {} for None. Raise UserError if it is no mapping or has unknown keys.
+
+    Args:
+        section: what was read.
+        where: name of the section, for errors.
+        known: all allowed keys.
+    """
     if section is None:
         return {}
     if not isinstance(section, dict):
@@ -116,7 +146,14 @@ def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
 
 
 def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[str, Any]) -> Point:
-    """One point: its entry over its preset, or over the base where it names none."""
+    """Return one point. Raise UserError, with its name, for invalid settings and for one that has no effect.
+
+    Args:
+        entry: the point's own settings, with or without `name`. They take precedence over those of its preset, or over
+            `base` if it names no preset.
+        base: settings of the section `base`.
+        engine: settings for all points, which take precedence over everything.
+    """
     own = {key: value for key, value in entry.items() if key != "name"}
     words = [str(value) if key == "preset" else f"{key} {value}" for key, value in own.items()]
     name = str(entry.get("name") or ", ".join(words) or "base")
@@ -138,6 +175,7 @@ def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[st
 
 
 def _unique(points: Sequence[Point]) -> list[Point]:
+    """Return the points without repetitions. Raise UserError if two of one name differ in their settings."""
     by_name: dict[str, Point] = {}
     for point in points:
         other = by_name.setdefault(point.name, point)

@@ -32,11 +32,18 @@ from cocodiff_eval.restore.pipeline_inpainter import check_finite, frames_of_lat
 
 
 class ImageJob(Job):
-    """The prompts of a job, each a batch: images [Y, X, C], or videos [F, Y, X, C] of so many `frames`, in [0, 1]."""
+    """The job of `generate`, in which every prompt is a batch of its own.
+
+    Its items are images [Y, X, C] or videos [F, Y, X, C], in [0, 1].
+    """
 
     unit = "images"
 
     def __init__(self, session: Session) -> None:
+        """Take the prompts and sizes from the session's options. Raise UserError for sizes that the model would round.
+
+        On a machine without an MP4 encoder, say that videos will only be TIFF stacks.
+        """
         self.session, self.presets = session, list(session.prepared.presets)
         self.frames, video = video_frames(session), session.prepared.request.video
         self.fps = session.prepared.values["fps"] or (0 if video is None else video.fps)
@@ -64,7 +71,12 @@ class ImageJob(Job):
         return {setting: [drawn] if self.session.replica.leads else [] for setting, drawn in found.items()}
 
     def _paint(self, setting: str, prompt: int) -> ItemSamples:
-        """One image or video in one mode, on all ranks of the replica."""
+        """Make one image or video, on all ranks of the replica. Raise UserError if it is NaN or Inf.
+
+        Args:
+            setting: name of the session's engine that makes it.
+            prompt: index of the prompt.
+        """
         model, values = self.session.model, self.session.prepared.values
         given = {"height": self.sides[0], "width": self.sides[1], "num_inference_steps": values["steps"]}
         given |= {"output_type": "np"} | ({} if self.frames is None else {"num_frames": self.frames})
@@ -76,7 +88,10 @@ class ImageJob(Job):
         return ItemSamples(Moments.of(pixels.astype(np.float32)), cost)
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
-        """There is no truth, but there may be an exact run to compare with."""
+        """Return the rows and 8-bit pixels of an image or video, by preset.
+
+        It has no truth, so the rows compare only with the exact run, if there is one.
+        """
         name, rows, compared = self.names[batch.indices[place]], [], None if exact is None else drawn[exact]
         for preset in self.presets:
             told: dict[str, Any] = {**drawn[preset].cost.reported(), "exact_compared": compared is not None}
@@ -88,7 +103,12 @@ class ImageJob(Job):
         return ItemResult(rows, pixels8)
 
     def _write(self, name: str, pixels8: np.ndarray) -> None:
-        """Write an image, or the frames of a video. name: without the suffix."""
+        """Write an image as PNG, or a video as a TIFF stack and, if it can be encoded, as MP4.
+
+        Args:
+            name: the file's name without its suffix.
+            pixels8: uint8 [Y, X, C], or [F, Y, X, C] for a video.
+        """
         if self.frames is None:
             path = self.session.images / f"{name}.png"
             Image.fromarray(pixels8).save(path, "PNG")
@@ -105,7 +125,7 @@ class ImageJob(Job):
         return psnr_vs_exact_db(exact, one)
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """What `session.finish` takes besides the rows."""
+        """Write the images or videos of all presets. Return further arguments of `session.finish`, for the report."""
         plan = plan_pictures([[True] * len(self.prompts)], len(self.presets))
         self.session.images.mkdir(exist_ok=True)
         for number, preset in product(range(len(self.prompts)), self.presets):
@@ -119,7 +139,11 @@ class ImageJob(Job):
         }
 
     def _shown(self, done: JobResult, number: int) -> Generated:
-        """The presets' images, for the report; of a video a few frames."""
+        """Return one prompt's image with each preset as the report shows it. A video is shown as a few frames.
+
+        Args:
+            number: index of the prompt.
+        """
         found = {preset: done.read(0, number, preset) for preset in self.presets}
         if self.frames is not None:
             found = {preset: shown_frames(frames_FYXC) for preset, frames_FYXC in found.items()}
@@ -127,7 +151,10 @@ class ImageJob(Job):
 
 
 def video_frames(session: Session) -> int | None:
-    """None for models that make images. Raises UserError for a number that the model would round."""
+    """Return the number of frames of each video; None if the model makes images.
+
+    It is the option's, or else the model's own. Raise UserError for a number that the model would round.
+    """
     request, asked = session.prepared.request, session.prepared.values["frames"]
     if request.video is None:
         return None
@@ -139,7 +166,13 @@ def video_frames(session: Session) -> int | None:
 
 
 def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
-    """Height and width. frames: of a video. Raises UserError for sides that the model would round."""
+    """Return height and width in pixels: those of the options, or else the model's own.
+
+    Raise UserError for sides that the model would round.
+
+    Args:
+        frames: number of frames of each video; None for images.
+    """
     pipe, values, video = session.model.pipe, session.prepared.values, session.prepared.request.video
     own = [own_size(pipe)] * 2 if video is None else [video.height, video.width]
     height, width = values["height"] or own[0], values["width"] or own[1]
@@ -148,12 +181,12 @@ def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
 
 
 def image01(drawn: ItemSamples) -> np.ndarray:
-    """float32 [Y, X, C] or [F, Y, X, C] in [0, 1], as it was made."""
+    """Return the pixels of a generated image or video: float32 [Y, X, C] or [F, Y, X, C], in [0, 1]."""
     return drawn.moments.mean_YX.astype(np.float32)
 
 
 def psnr_vs_exact_db(exact: ItemSamples, one: ItemSamples) -> float | None:
-    """None for the same bits."""
+    """Return the PSNR in dB of an image or video against the exact run's; None if all bits are equal."""
     images = image01(exact), image01(one)
     return distance_db(IntensityRange(0.0, 1.0), *images, np.ones(images[0].shape, bool))
 
@@ -162,19 +195,28 @@ def psnr_vs_exact_db(exact: ItemSamples, one: ItemSamples) -> float | None:
 
 
 def has_encoder() -> bool:
-    """Whether an MP4 can be written."""
+    """Return True if imageio-ffmpeg can be imported, which writes MP4 files."""
     hide_broken("imageio_ffmpeg")
     return find_spec("imageio_ffmpeg") is not None
 
 
 def save_frames(path: Path, frames_FYXC: np.ndarray) -> None:
-    """uint8 [F, Y, X, C], without loss. Returns when they are on the disk."""
+    """Write frames as a compressed TIFF stack, without loss. Return when it is on the disk.
+
+    Args:
+        frames_FYXC: uint8, in RGB.
+    """
     tifffile_library().imwrite(path, frames_FYXC, photometric="rgb", compression="zlib", metadata={"axes": "TYXS"})
     flush(path)
 
 
 def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
-    """uint8 [F, Y, X, C], with loss, fps frames a second. Returns when it is on the disk."""
+    """Write frames as an MP4, with loss. Return when it is on the disk.
+
+    Args:
+        frames_FYXC: uint8, in RGB.
+        fps: frames per second.
+    """
     from imageio_ffmpeg import write_frames
 
     height, width = frames_FYXC.shape[1:3]
@@ -187,7 +229,10 @@ def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
 
 
 def shown_frames(frames_FYXC: np.ndarray) -> np.ndarray:
-    """Four frames in a picture [Y, X, C], row by row from the first to the last; of fewer than four the middle one."""
+    """Return a picture [Y, X, C] of four frames in two rows, evenly spread from the first to the last.
+
+    If there are fewer than four, return the middle one.
+    """
     count = len(frames_FYXC)
     if count < 4:
         return frames_FYXC[count // 2]

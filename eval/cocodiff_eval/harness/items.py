@@ -1,9 +1,11 @@
-"""The items of a job (slices, images), in batches that a replica makes at once, what they cost, and what is kept of
-them while they are no results yet: samples of slices whose other samples are made elsewhere, and trials of
-settings for a bound on quality.
+"""The items of a job (slices or images): their batches, their samples with mean and spread, and what these cost.
 
-The samples of a slice are made in one batch where there are slices enough for many replicas. Otherwise they are cut
-into batches as well, whose samples are kept in the store until rank 0 puts them together, in their order.
+A mode is a preset, a setting on trial, or the exact run that others are compared with.
+
+A batch is what one replica makes at once. All samples of a slice are made in one batch if there are enough slices for
+many replicas. Otherwise they are divided among several batches. The store then keeps the samples of each batch until
+all are made, and they are merged in their order. It also keeps the samples that were made to try the settings of a
+bound on quality.
 """
 
 from __future__ import annotations
@@ -29,42 +31,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Items that one replica makes together, such as slices of a stack."""
+    """Some items of a job, such as slices of a stack, that one replica makes together."""
 
-    task: int  # its number: that of a stack under a mask
-    indices: tuple[int, ...]  # places of the items in the task
-    compared: bool = True  # the exact run is made of them too, for comparison alone
-    samples: tuple[int, ...] = (0,)  # numbers of the samples that are made of each item
-    of: int = 1  # samples that each item gets in all
-    together: int = 1  # items, or samples of them, that share the model's calls
-    fused: bool = False  # put together of units that were counted, as slices of a volume are
-    tests: int = 0  # the last samples of each item: drawn with known regions hidden too, used for intervals alone
+    task: int  # number of the task: a stack under a mask
+    indices: tuple[int, ...]  # the items, by their indices in the task
+    compared: bool = True  # True if the exact run makes them too, to compare the presets with
+    samples: tuple[int, ...] = (0,)  # the samples of each item that this batch makes, by number from 0 to `of` - 1
+    of: int = 1  # number of samples of each item in all batches, calibration samples included
+    together: int = 1  # most samples, of one or several items, that share the model's calls
+    fused: bool = False  # True if its items are fused from samples of other units, as slices of a volume are
+    # number of calibration samples of each item: its last ones, made with known regions hidden too. They calibrate
+    # intervals and are no part of the result
+    tests: int = 0
 
     @property
     def drawn(self) -> int:
-        """Samples of each item that its result is made of."""
+        """The number of samples that the result of each item is the mean of."""
         return self.of - self.tests
 
     @property
     def size(self) -> int:
-        """What is to be made in each mode."""
+        """The number of samples that this batch makes in each mode, as progress counts them; 0 if it is fused."""
         return 0 if self.fused else len(self.indices) * len(self.samples)
 
     @property
     def whole(self) -> bool:
-        """Whether its items have no samples in other batches."""
+        """True if this batch makes all samples of its items."""
         return len(self.samples) == self.of
 
     @property
     def calls(self) -> list[list[tuple[int, int]]]:
-        """Places in `indices` and samples that share the model's calls, tests apart: as many as without them."""
+        """The groups of samples that share the model's calls, as pairs (place in `indices`, number of the sample).
+
+        Calibration samples have groups of their own.
+        """
         every = [(place, sample) for place in range(len(self.indices)) for sample in self.samples]
         kinds = [[pair for pair in every if (pair[1] >= self.drawn) is tests] for tests in (False, True)]
         return [[pairs[n] for n in group] for pairs in kinds for group in evenly(range(len(pairs)), self.together)]
 
 
 def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Cut into as few groups of at most `most` as go, of nearly equal sizes."""
+    """Return the indices in consecutive groups: as few as possible, with at most `most` in each, and nearly equal."""
     count = -(-len(indices) // most)
     cuts = [round(n * len(indices) / count) for n in range(count + 1)] if count else []
     return [tuple(indices[start:end]) for start, end in pairwise(cuts)]
@@ -72,24 +79,24 @@ def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class ItemSamples:
-    """Samples of an item in one mode. moments: of the normalised images; cost: of all of them; psnr_db: of each,
-    as a run with this sample alone would have it, None where the truth is unknown. kept: each sample, where they are
-    written as well. tested: of the samples in which more was hidden, if any."""
+    """The samples of one item in one mode, as their mean, spread and cost."""
 
-    moments: Moments
-    cost: Cost
+    moments: Moments  # mean and spread of the normalised images, without calibration samples
+    cost: Cost  # of all samples together, calibration samples included
+    # PSNR of each sample against the truth, as a run with this sample alone would report it; None if the truth is
+    # unknown. Empty if it was not computed, as for a single sample
     psnr_db: tuple[float | None, ...] = ()
-    kept: tuple[np.ndarray, ...] = ()
-    tested: Moments | None = None
+    kept: tuple[np.ndarray, ...] = ()  # each sample in the input's dtype; empty unless samples are written as files
+    tested: Moments | None = None  # mean and spread of the calibration samples; None if there are none
 
     @property
     def restored01_YX(self) -> np.ndarray:
-        """The mean of the samples: float64 [Y, X] in [0, 1]."""
+        """The mean of the samples: float64 [Y, X], normalised to the range of known intensities."""
         return self.moments.mean_YX
 
     @classmethod
     def merged(cls, parts: Sequence[ItemSamples]) -> ItemSamples:
-        """Parts of an item's samples, from the first to the last."""
+        """Return all samples of an item together. Their order changes the last bits, so callers give parts in order."""
         moments, tested = parts[0].moments, [part.tested for part in parts if part.tested is not None]
         for part in parts[1:]:
             moments = moments.merged(part.moments)
@@ -99,16 +106,18 @@ class ItemSamples:
 
 
 def packed(batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]]) -> Iterator[tuple[str, Any]]:
-    """Yield what is saved of samples, for `unpacked` to make them again.
+    """Yield what the store keeps of a batch's samples, as (name, value), from which `unpacked` returns them.
 
-    drawn: in each mode, the samples of each item of the batch
+    Args:
+        batch: the batch.
+        drawn: for each mode the samples of each item of the batch, in the order of its `indices`.
     """
     for mode, of_items in drawn.items():
         for index, one in zip(batch.indices, of_items, strict=True):
             counts = [0 if moments is None else moments.count for moments in (one.moments, one.tested)]
             yield ROWS, [[index, mode, vars(one.cost), one.psnr_db, *counts]]
             for kind, moments in (("drawn", one.moments), ("tested", one.tested)):
-                if moments is not None and moments.count == 1:  # has no spread, and is a float32
+                if moments is not None and moments.count == 1:  # one image has no spread, and float32 holds it exactly
                     yield f"{index} {mode} {kind}", moments.mean_YX.astype(np.float32)
                 elif moments is not None:
                     yield f"{index} {mode} {kind}", np.stack([moments.mean_YX, moments.squares_YX])
@@ -116,7 +125,13 @@ def packed(batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]]) -> Iterator
 
 
 def unpacked(store: Store, numbers: Sequence[int], index: int) -> dict[str, ItemSamples]:
-    """Return the samples of an item in each mode, those of some units of the store one after the other."""
+    """Return the samples of one item in each mode, read from the store and merged.
+
+    Args:
+        store: the job's store.
+        numbers: units whose samples are merged, in this order.
+        index: the item's index in its task.
+    """
     found: dict[str, list[ItemSamples]] = {}
     for number in numbers:
         with store.open(number) as arrays:
@@ -132,33 +147,37 @@ def unpacked(store: Store, numbers: Sequence[int], index: int) -> dict[str, Item
 
 
 def _moments(saved: np.ndarray, count: int) -> Moments:
+    """Return mean and spread of `count` images from the array that `packed` saved."""
     return Moments.of(saved) if count == 1 else Moments(count, *saved)
 
 
-PURPOSES = {"bytes": "attention", "bytes_whole": "whole", "bytes_late": "late"}  # as `Engine.bytes` names them
+# for each field of `Cost` with bytes, the `purpose` for which `Engine.bytes` returns it
+PURPOSES = {"bytes": "attention", "bytes_whole": "whole", "bytes_late": "late"}
 
 
 @dataclass
 class Cost:
-    """The cost of a stretch of work, under the names of `metrics.Result`: seconds on this rank, and of all ranks of the
-    replica together; bytes per link class of all ranks (rank 0 knows them); in a lossy run what its codec noted at each
-    step (`Engine.drift_profile`). replica_seconds: which replicas the seconds are of, where that is known."""
+    """The time and traffic of some work. Its fields are named as those of `metrics.Result`."""
 
-    seconds: float = 0.0
+    seconds: float = 0.0  # on this rank
+    # sent for attention by all ranks of the replica, per link class
     bytes: dict[str, int] = field(default_factory=dict)
+    # a row for each step of a lossy run, see `Engine.drift_profile`; empty for an exact one
     drift: list[dict[str, Any]] = field(default_factory=list)
+    # bytes that attention would have sent with all tensors uncoded, per link class
     bytes_whole: dict[str, int] = field(default_factory=dict)
-    bytes_late: dict[str, int] = field(default_factory=dict)
-    rank_seconds: float = 0.0
+    bytes_late: dict[str, int] = field(default_factory=dict)  # part of `bytes` that no attention call waited for
+    rank_seconds: float = 0.0  # seconds of all ranks of the replica, added up
+    # the part of `seconds` that each replica took, by its number; empty if that is unknown
     replica_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def wall_seconds(self) -> float:
-        """Replicas work at the same time: the seconds of the one that took longest."""
+        """The elapsed time in seconds: that of the slowest replica, as replicas work at the same time."""
         return max(self.replica_seconds.values(), default=self.seconds)
 
     def reported(self) -> dict[str, Any]:
-        """As `cocodiff_eval.quality.metrics.Result` takes it."""
+        """Return the cost as keyword arguments of `cocodiff_eval.quality.metrics.Result`."""
         cached = [step["cached_fraction"] for step in self.drift if "cached_fraction" in step]
         return vars(self) | {
             "seconds": self.wall_seconds,
@@ -167,11 +186,16 @@ class Cost:
         }
 
     def shares(self, count: int) -> list[Cost]:
-        """Equal shares of `count` images; of bytes, the first have one more. The drift is that of all."""
+        """Divide the cost among `count` images. Return a cost for each.
+
+        Seconds are divided evenly. Bytes are integers, so shares differ by at most one and their sum is unchanged. The
+        drift is not divided: each share has all of it.
+        """
         shared: dict[str, Any] = {"seconds": self.seconds / count, "rank_seconds": self.rank_seconds / count}
         shared["replica_seconds"] = {replica: one / count for replica, one in self.replica_seconds.items()}
 
         def sent(of_links: Mapping[str, int], n: int) -> dict[str, int]:
+            """Return the n-th image's share of the bytes of each link class."""
             return {link: sent * (n + 1) // count - sent * n // count for link, sent in of_links.items()}
 
         parts: list[dict[str, Any]] = [{name: sent(getattr(self, name), n) for name in PURPOSES} for n in range(count)]
@@ -179,7 +203,7 @@ class Cost:
 
     @classmethod
     def summed(cls, costs: Sequence[Cost]) -> Cost:
-        """Several runs for one image, taken together; the drift is the mean of theirs at each step."""
+        """Return the sum of the costs of several runs for one image. The drift is their mean at each step."""
         if len(costs) == 1:
             return costs[0]
         parts = {one.name: [getattr(cost, one.name) for cost in costs] for one in fields(cls)}
@@ -192,7 +216,10 @@ class Cost:
 
 @contextmanager
 def measured(engine: Engine) -> Iterator[Cost]:
-    """Makes the engine's model parallel, and fills in the cost when the work inside is done. All ranks call it."""
+    """Make the engine's model parallel for the block, and yield the block's cost, which is filled in at its end.
+
+    The engine's drift profile of earlier blocks is deleted first. All ranks of the replica call it.
+    """
     cost, before = Cost(), {name: engine.bytes(purpose) for name, purpose in PURPOSES.items()}
     engine.forget_drift()
     started = time.perf_counter()
@@ -206,8 +233,8 @@ def measured(engine: Engine) -> Iterator[Cost]:
     cost.drift = engine.drift_profile()
 
 
-BATCHES = 16  # of a task; with fewer, samples go to replicas too
-SHARING = 2  # samples that a small model restores in one call at least
+BATCHES = 16  # batches that a task should have; with fewer slices their samples are divided among batches too
+SHARING = 2  # least number of samples of a slice in a batch, if samples can share the model's calls
 
 
 def batches_of(
@@ -220,12 +247,19 @@ def batches_of(
     tests: int = 0,
     video: bool = False,
 ) -> list[Batch]:
-    """The masked slices of a task in batches, which depend on nothing but these arguments.
+    """Return batches of the masked slices of a task, sorted by slices and samples. They depend on the arguments alone.
 
-    masked: which slices have something to restore. together: so many of them, or samples of one, at most share calls.
-    sample: so many slices, evenly spread, are compared with an exact run, and have batches of their own: it then runs
-    the same calls. samples: of each slice, and beside them so many `tests`. apart: sets of slices that are compared as
-    well, each with batches of its own. video: slices of a batch are frames, so that it has one sample of each.
+    Slices that are compared with an exact run have batches of their own, so that the exact run makes the same calls.
+
+    Args:
+        task: number of the task.
+        masked: for each slice, True if it has something to restore.
+        together: most samples, of one or several slices, that share the model's calls.
+        sample: number of slices, evenly spread, that are compared with an exact run.
+        samples: number of samples that the result of each slice is the mean of.
+        apart: sets of further slices that are compared, each with batches of its own.
+        tests: number of calibration samples of each slice.
+        video: True if the slices of a batch are frames of one video. A batch then has one sample of each.
     """
     hidden = [index for index, has_mask in enumerate(masked) if has_mask]
     slices, at_once = (together, 1) if video else shape_of_batch(len(hidden), together, samples)
@@ -243,13 +277,31 @@ def batches_of(
 
 
 def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
-    """At most so many slices, and samples of each, in a batch of a task with so many slices to restore."""
+    """Return the most slices of a batch, and the most samples of each, in this order.
+
+    With about BATCHES slices or more, a batch has all samples of its slices. With fewer slices, samples are divided
+    too, so that there are up to about BATCHES batches.
+
+    Args:
+        slices: number of slices that the task has to restore.
+        together: most samples, of one or several slices, that share a call of the model.
+        samples: number of samples of each slice.
+    """
     least = SHARING if together > 1 else 1
     at_once = min(samples, max(least, -(-slices * samples // BATCHES)))
     return max(1, together // at_once), at_once
 
 
 def count_batches(slices: int, together: int, samples: int, video: bool = False) -> tuple[int, int]:
-    """Of a task with so many slices to restore; and the model's calls of a batch, as far as tiles fit a call."""
+    """Return the number of batches of a task, and the number of calls of the model in a batch.
+
+    Calibration samples are not counted. One call is assumed to take all tiles of `together` samples.
+
+    Args:
+        slices: number of slices that the task has to restore.
+        together: most samples, of one or several slices, that share a call of the model.
+        samples: number of samples of each slice.
+        video: True if the slices of a batch are frames of one video.
+    """
     of_slices, at_once = (together, 1) if video else shape_of_batch(slices, together, samples)
     return -(-slices // of_slices) * -(-samples // at_once), -(-at_once // together)

@@ -1,8 +1,8 @@
-"""The one interface of jobs: what a job is made of, how it is made, judged and written; and what runs any of them.
+"""The interface of jobs, `Job`, and `run_batches`, which runs any of them.
 
-Replicas take batches from one queue and keep what they make in one store, another start goes on with it, and a bound on
-quality chooses the setting of each batch. Restored slices (`slices.py`), generated images (`images.py`) and the slices
-of a sweep (`sweep.py`) are jobs.
+Replicas take batches from one queue and keep their results in one store, so that a job that was stopped can go on.
+`Presets` makes every batch in every preset. `Trials` chooses one setting for each batch, by a bound on quality.
+Jobs are restored slices (`slices.py`), generated images (`images.py`) and the slices of a sweep (`sweep.py`).
 """
 
 from __future__ import annotations
@@ -23,148 +23,205 @@ from cocodiff_eval.harness.items import Batch, ItemSamples, packed, unpacked
 from cocodiff_eval.harness.quality import Bound, Figure, Group, Quality, Slices, Trial
 from cocodiff_eval.harness.replicas import JobRecord, Queue, Replica
 
-EXACT_RUN = "exact run"  # the name of what a batch that was tried is compared with
-Row = list[Any]  # task, index and what is reported, by the names of metrics.json
+EXACT_RUN = "exact run"  # name of the exact result of a batch that was made in trials
+Row = list[Any]  # number of the task, index of the item, and a row of metrics.json
 
 
 class BatchSettings(NamedTuple):
-    """How a batch is made. settings: by the name of each result, the name of the setting that it is made with; exact:
-    the name of the result that others are compared with, None where there is none."""
+    """The results that a batch has, and the setting of each."""
 
-    settings: Mapping[str, str]
-    exact: str | None
+    settings: Mapping[str, str]  # for the name of each result, the name of the setting that makes it
+    exact: str | None  # name of the result that others are compared with; None to compare with none
 
 
 class Presets:
-    """How the batches of a job are made: every one in every preset, and in the exact one if its items are compared.
-    `Trials` tries settings first, `Volumes` restores slices along several axes first.
+    """The usual way to make a job's batches: each in every preset, and in the exact mode if its items are compared.
 
-    exact   one of the presets, or one mode more; None to compare with none
-    counts  the items of each unit that is made before the batches; these units are numbered after them
-    tried   numbers of batches that were made before, which `made` gives
+    A subclass may make units of its own before the batches: `Trials` tries settings, `Volumes` restores slices along
+    several axes.
     """
 
-    counts: Sequence[int] = ()
-    tried: Collection[int] = ()
+    counts: Sequence[int] = ()  # number of items of each unit that is made before the batches, but numbered after them
+    tried: Collection[int] = ()  # numbers of the batches that such units have made; `made` returns their samples
 
     def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
+        """Take the settings of each preset.
+
+        Args:
+            presets: settings by the presets' names.
+            exact: name of the mode to compare with, one of the presets or a further mode; None to compare with none.
+        """
         self.presets, self.exact = presets, exact
 
     def run(self, queue: Queue, first: int) -> None:
-        """Make what is made before the batches, on all ranks. first: the number of the first of these units."""
+        """Make the units that precede the batches. All ranks call it.
+
+        Args:
+            queue: the job's queue.
+            first: number of the first of these units.
+        """
 
     def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
-        """Return True if what lies beside one of these units (`made`) is there; an exception says that it is not."""
+        """Return True if the files that a unit wrote outside the store are unchanged.
+
+        An exception, such as of a file that is missing, counts as False.
+
+        Args:
+            number: index of the unit in `counts`.
+            made: arrays of the unit in the store.
+        """
         return True
 
     @property
     def bounds(self) -> list[dict[str, Any]]:
-        """How a bound on quality was kept, for metrics.json; none without a bound."""
+        """The records of a bound on quality and how it was kept, for metrics.json; empty without a bound."""
         return []
 
     def batch_settings(self, number: int, batch: Batch) -> BatchSettings:
+        """Return the results that a batch has and the setting of each.
+
+        Args:
+            number: number of the batch.
+            batch: the batch.
+        """
         names = dict.fromkeys([*self.presets, *([self.exact] if self.exact is not None and batch.compared else ())])
         return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
 
     def made(self, number: int, batch: Batch, settings: Sequence[str]) -> Mapping[str, Sequence[ItemSamples]]:
-        """Return every item of a batch that was `tried`, with each of some settings."""
+        """Return the samples of each item of a batch whose number is in `tried`, for each setting.
+
+        Args:
+            number: number of the batch.
+            batch: the batch.
+            settings: names of settings that it was made with.
+        """
         raise NotImplementedError("no batch is made before")
 
     def configs(self, task: int) -> Mapping[str, Config]:
-        """By the names of results, the settings that those of a task are made with."""
+        """Return the settings that a task's results are made with, by the results' names."""
         return self.presets
 
 
 @dataclass(frozen=True)
 class ItemResult:
-    """What an item turned out to be.
+    """The results of one item, as the store keeps them."""
 
-    rows    what is reported of it
-    arrays  what is kept of it, by names of the job's own
-    """
-
-    rows: list[dict[str, Any]]
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows: list[dict[str, Any]]  # rows of metrics.json, one for each preset
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # by names that the job chooses
 
 
 class JobResult(NamedTuple):
-    """A job that is done.
+    """The results of a finished job."""
 
-    rows     on rank 0 what is reported of its items, by task and index
-    bounds   how a bound on quality was kept, for metrics.json; none without one
-    configs  by tasks and the names of results, the settings that these were made with
-    store    what is kept of its items
-    units    the unit of each item in the store, by its task and index
-    """
-
-    rows: list[Row]
-    bounds: list[dict[str, Any]]
-    configs: Mapping[int, Mapping[str, Config]]
-    store: Store
-    units: Mapping[tuple[int, int], int]
+    rows: list[Row]  # on rank 0 the rows of all items, sorted by task and index; empty on others
+    bounds: list[dict[str, Any]]  # records of a bound on quality, for metrics.json; empty without a bound
+    configs: Mapping[int, Mapping[str, Config]]  # settings of each result, by task and the result's name
+    store: Store  # holds the items' arrays
+    units: Mapping[tuple[int, int], int]  # number of the unit of the store that holds an item, by its task and index
 
     def read(self, task: int, index: int, name: str) -> np.ndarray:
-        """Return an array of an item, by the name in its `ItemResult`."""
+        """Return an array of an item from the store.
+
+        Args:
+            task: number of the item's task.
+            index: index of the item in it.
+            name: key in `ItemResult.arrays`.
+        """
         with self.store.open(self.units[task, index]) as arrays:
             return np.asarray(arrays[f"{index} {name}"])
 
 
 class Job(ABC):
-    """Items in batches. All ranks of a replica make a batch together; its leader judges and keeps its items.
+    """A number of items to make, such as slices or images, in batches.
 
-    unit: what items are called; batches: all of them, the same on every rank and at every start; way: how they are
-    made, unless as `Presets` does.
+    All ranks of a replica make a batch together. Its leader then judges the items and keeps their results.
     """
 
-    unit: str
-    batches: Sequence[Batch]
-    way: Presets | None = None
-    tile_steps: int = 0  # about how many denoising steps its tiles take in all; 0 where that is not known
+    unit: str  # plural name of the items, for messages
+    batches: Sequence[Batch]  # all batches of the job, the same on every rank and at every start
+    way: Presets | None = None  # makes the batches; None for `Presets` itself
+    tile_steps: int = 0  # number of denoising steps of all tiles of the job, estimated; 0 if unknown
 
     def settings(self) -> dict[str, Any]:
-        """What the results depend on and a loaded model alone tells, as plain data."""
+        """Return the settings that results depend on but that only the loaded model determines, as plain data."""
         return {}
 
     def begin(self, first: bool) -> None:
-        """Called on every rank once it is known how batches are made. first: on rank 0, which others wait for."""
+        """Prepare on every rank for the batches, after the units that precede them.
+
+        Args:
+            first: True on rank 0.
+        """
         return
 
     def watched(self, advance: Callable[[int], None]) -> None:
-        """advance: to be called with the number of steps that have been done."""
+        """Report progress to a function from now on.
+
+        Args:
+            advance: takes the number of denoising steps that were done since its last call.
+        """
         return
 
     def steps(self, batch: Batch) -> int:
-        """So many steps a batch takes with each setting."""
+        """Return the number of denoising steps that a batch takes with each setting, for the progress bar."""
         return 0
 
     @abstractmethod
     def make(self, settings: Sequence[str], batch: Batch) -> Mapping[str, Sequence[ItemSamples]]:
-        """Every item of a batch with each of some settings; no items on ranks that do not lead their replica."""
+        """Make a batch with each of some settings, on all ranks of a replica.
+
+        Return for each setting the samples of the batch's items, in order. On ranks that do not lead the replica the
+        lists are empty.
+        """
 
     @abstractmethod
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
-        """An item, by its place in the batch. drawn: by the names of results; exact: as in `BatchSettings`."""
+        """Return the results of one item, on the leader of a replica.
+
+        Args:
+            batch: the item's batch.
+            place: the item's place in `batch.indices`.
+            drawn: the item's samples, by the names of results.
+            exact: name of the result to compare with, as in `BatchSettings`.
+        """
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """What is said of a batch that is done, by the leader of its replica."""
+        """Return the text to print when a batch is finished, "" for none.
+
+        Args:
+            rows: rows of metrics.json of the batch's items.
+        """
         return ""
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Called on rank 0 when everything is made. Returns what `session.finish` takes besides the rows."""
+        """Write the finished job's files, on rank 0. Return further keyword arguments of `session.finish`."""
         return {"pictures": ()}
 
     def groups(self, quality: Quality) -> dict[int, Group]:
-        """What a bound chooses one setting for, by tasks: all items, where each is a batch and there is one task."""
+        """Return the group of items of each task, by the task's number. A bound on quality chooses a setting per group.
+
+        By default there is one task, whose items are a batch each, and one group of all items.
+        """
         slices = Slices.chosen(len(self.batches), quality.slices, quality.every)
         names = {number: self.name(number) for number in range(len(self.batches))}
         return {0: Group(self.unit, slices, names, {number: (number,) for number in slices.checks})}
 
     def name(self, number: int) -> str:
-        """Of an item that has a batch of its own, by the batch's number."""
+        """Return the name of the item in batch `number`, for jobs whose batches have one item each."""
         return str(number)
 
     def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
-        """As `Bound.keeps` takes it: of an item beside its exact run."""
+        """Return the number of dB that a bound on quality limits, for one item. None stands for equal bits.
+
+        It is the PSNR against the exact run, or the PSNR lost against the truth.
+
+        Args:
+            bound: the bound on quality.
+            batch: the item's batch.
+            place: the item's place in `batch.indices`.
+            exact: the item's samples in the exact run.
+            one: its samples with the setting on trial.
+        """
         raise NotImplementedError(f"a bound on quality of {self.unit}")
 
 
@@ -179,14 +236,22 @@ def run_batches(
     settings: Callable[[], dict[str, Any]],
     shows_bar: bool = False,
 ) -> JobResult:
-    """Makes, judges and keeps what is missing of a job's results; all ranks call it.
+    """Make, judge and store all results of a job that the store does not have yet. All ranks call it.
 
-    way: how batches are made; output: the `OutputFolder`, with the store; settings: all that results depend on.
-    Raises UserError where those of an earlier start were others.
+    Raise UserError if the store holds results of other settings.
+
+    Args:
+        job: the job.
+        way: makes the batches.
+        replica: this rank's replica.
+        output: the `OutputFolder`, which has the store.
+        settings: returns all settings that results depend on; called on rank 0.
+        shows_bar: True to show a progress bar.
     """
     first, batches, store = replica.whole.rank == 0, job.batches, output.store
 
     def holds(number: int) -> bool:
+        """Return True unless the unit precedes the batches and its files outside the store are changed."""
         with store.open(number) as made:
             place = number - len(batches)
             return place not in range(len(way.counts)) or way.holds(place, made)
@@ -211,7 +276,16 @@ def run_batches(
 
 
 def make_batch(job: Job, queue: Queue, way: Presets, number: int) -> Made:
-    """Make a batch, on all ranks of a replica. Where its items have samples in other batches, samples are its unit."""
+    """Make a batch, on all ranks of a replica. Return what its unit of the store holds, empty unless the rank leads.
+
+    These are the results of its items, or their samples if other batches have further samples of the items.
+
+    Args:
+        job: the job.
+        queue: the job's queue.
+        way: makes the batches.
+        number: number of the batch.
+    """
     batch = job.batches[number]
     settings, exact = way.batch_settings(number, batch)
     wanted, made = [*dict.fromkeys(settings.values())], dict[str, Sequence[ItemSamples]]()
@@ -228,7 +302,14 @@ def make_batch(job: Job, queue: Queue, way: Presets, number: int) -> Made:
 
 
 def put_together(job: Job, queue: Queue, way: Presets, numbers: Sequence[int]) -> Made:
-    """Judge the items whose samples are divided among batches of these numbers."""
+    """Judge the items whose samples are divided among several batches. Return what their unit of the store holds.
+
+    Args:
+        job: the job.
+        queue: the job's queue.
+        way: has made the batches.
+        numbers: numbers of the batches, which have the same items.
+    """
     batch = job.batches[numbers[0]]
     items = (unpacked(queue.store, numbers, index) for index in batch.indices)
     return judged(job, queue, batch, way.batch_settings(numbers[0], batch).exact, items)
@@ -237,10 +318,14 @@ def put_together(job: Job, queue: Queue, way: Presets, numbers: Sequence[int]) -
 def judged(
     job: Job, queue: Queue, batch: Batch, exact: str | None, items: Iterable[Mapping[str, ItemSamples]]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what is saved of a batch's results, item by item, and say what is to be said of it.
+    """Judge a batch's items one by one. Yield what the store keeps of each as (name, value), then print the job's line.
 
-    exact: as in `BatchSettings`
-    items: all samples of each item of the batch, by the names of results
+    Args:
+        job: the job.
+        queue: the job's queue.
+        batch: the batch.
+        exact: name of the result to compare with, as in `BatchSettings`.
+        items: for each item of the batch all its samples, by the names of results.
     """
     rows: list[dict[str, Any]] = []
     for place, (index, drawn) in enumerate(zip(batch.indices, items, strict=True)):
@@ -256,15 +341,18 @@ def judged(
 
 
 class Trials(Presets):
-    """Settings of a ladder are tried on some of a job's items until each group has one that keeps the bound; then every
-    batch is made with the one that its task's group has chosen.
+    """The way to make batches under a bound on quality.
 
-    Every trial is a unit of the job's queue, numbered after those of results: replicas share trials as they share
-    results, and a job that goes on does not repeat those it has finished. What they made is kept until the job ends;
-    with the setting that is taken, it is the result. store: of the job.
+    Candidate settings are tried on some items of each group until one keeps the bound. Every batch is then made with
+    the setting that its task's group has chosen.
+
+    Each batch on trial with a candidate is a unit of the job's queue, numbered after the batches. So replicas divide
+    trials as they divide batches, and a job that goes on does not repeat finished ones. The samples of trials are
+    stored until the job ends. Those with the chosen setting become results.
     """
 
     def __init__(self, job: Job, quality: Quality, store: Store) -> None:
+        """Take the candidates of `quality`. The store is the job's."""
         self.job, self.quality, self.store, self.count = job, quality, store, len(job.batches)
         self.settings, self.counts = (
             [*quality.candidates],
@@ -273,10 +361,11 @@ class Trials(Presets):
         self.groups: Mapping[int, Group] = {}
 
     def number(self, candidate: int, batch: int) -> int:
+        """Return the number of the unit that is a batch with a candidate, both given by their numbers."""
         return (1 + candidate) * self.count + batch
 
     def run(self, queue: Queue, first: int) -> None:
-        """Tries until a setting is chosen for each group, on all ranks alike."""
+        """Try candidates until each group has a setting, the same on all ranks. All ranks call it."""
         self.groups, whole = self.job.groups(self.quality), queue.replica.whole
         groups = self._groups()
         while trials := [(group, trial) for group in groups if (trial := group.next(self.quality)) is not None]:
@@ -294,6 +383,7 @@ class Trials(Presets):
         queue.expect(range(self.count))
 
     def _groups(self) -> list[Group]:
+        """Return every group once; several tasks may share one."""
         return [*{id(group): group for group in self.groups.values()}.values()]
 
     @property
@@ -301,6 +391,7 @@ class Trials(Presets):
         return [group.record(self.quality) for group in self._groups()]
 
     def _setting(self, task: int) -> str:
+        """Return the name of the setting that is chosen for a task."""
         return self.settings[self.groups[task].taken]
 
     def batch_settings(self, number: int, batch: Batch) -> BatchSettings:
@@ -313,7 +404,13 @@ class Trials(Presets):
         return {one: [self._samples(one, [number], index) for index in batch.indices] for one in settings}
 
     def _samples(self, setting: str, numbers: Sequence[int], index: int) -> ItemSamples:
-        """Return the samples of an item of some batches that were made in trials of a setting."""
+        """Return all samples of an item that were made in trials with one setting.
+
+        Args:
+            setting: name of the setting.
+            numbers: numbers of the batches that the item's samples are divided among.
+            index: the item's index in its task.
+        """
         candidate = self.settings.index(setting)
         return unpacked(self.store, [self.number(candidate, number) for number in numbers], index)[setting]
 
@@ -321,7 +418,7 @@ class Trials(Presets):
         return {self.quality.preset: self.quality.candidates[self._setting(task)]}
 
     def _make(self, trials: Sequence[tuple[Group, Trial]], queue: Queue) -> None:
-        """Makes what is missing of the batches of some trials, each with the exact setting as well."""
+        """Make the batches of some trials, each with its candidate and the exact setting, unless the store has them."""
         wanted = {
             (batch, candidate)
             for group, trial in trials
@@ -333,13 +430,14 @@ class Trials(Presets):
         queue.run({number: partial(self._try, queue, number) for number in numbers})
 
     def _try(self, queue: Queue, number: int) -> Made:
+        """Make one batch with one candidate, by the unit's number. Return what the store keeps of it."""
         candidate, place = divmod(number - self.count, self.count)
         batch = self.job.batches[place]
         queue.bar.begin(batch.size, self.job.steps(batch))
         return packed(batch, self.job.make([self.settings[candidate]], batch))
 
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
-        """What a trial has shown, by the places of items in their group."""
+        """Return the quality and bytes of each item of a trial, by its place in the group."""
         setting, exact = self.settings[trial.candidate], self.quality.exact
         tried = [(n, *one) for n in group.batches_of(trial.slices) for one in enumerate(group.batches[n])]
         of_items = by_key((place, (number, at)) for number, at, place in tried)

@@ -1,5 +1,8 @@
-"""What becomes of a restored slice: its voxels in the input's dtype, its row of metrics.json, and its pictures in the
-report, which are made where it is restored, kept in the store, and read when the page is written."""
+"""The results of a restored slice: its voxels in the input's dtype, its rows of metrics.json and its pictures.
+
+The pictures of slices that the report shows in any case are made by the replica that restores them, and kept in the
+store until the report is written.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +41,32 @@ from cocodiff_eval.report.pictures import Picture, PicturePlan, encode, shown_sl
 from cocodiff_eval.report.volume import ShownVolume
 from cocodiff_eval.restore.baseline import Solver, biharmonic, laplace, linear
 
-# the methods without a model that slices by themselves are compared with
+# methods without a model that slices are compared with if each is restored by itself
 IN_SLICES: dict[str, Solver] = {
     "linear across y": partial(linear, axis=0),
     "linear across x": partial(linear, axis=1),
     "biharmonic": biharmonic,
     "Laplace": laplace,
 }
-MOST_SHELLED = 2**22  # voxels of a volume whose shell correlation is found, at 80 bytes each
+MOST_SHELLED = 2**22  # most voxels of a volume for its shell correlation, which needs 80 bytes of memory a voxel
 
 
 def encode_picture(picture: Picture, plan: PicturePlan) -> str:
-    """Return the text of a slice's pictures."""
+    """Return a slice's pictures as JSON for the report.
+
+    Args:
+        picture: what is shown of the slice.
+        plan: the pictures' size in pixels and bytes.
+    """
     return encode(picture, plan.side, plan.share if picture.mask_YX.any() else plan.unmasked_share)
 
 
 def slices_of_report(plan: PicturePlan, rows: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    """Return task and index of each slice that the report shows, those that turned out worst among them.
+    """Return (task, index) of each slice that the report shows: those of the plan, and those with the lowest PSNR.
 
-    rows: of metrics.json, each with its task and index
+    Args:
+        plan: names the slices that are shown in any case, and the number of further ones.
+        rows: rows of metrics.json, each as (task, index, row).
     """
     found: list[tuple[int, int]] = []
     for task, shown in enumerate(plan.shown):
@@ -67,15 +77,19 @@ def slices_of_report(plan: PicturePlan, rows: Sequence[Sequence[Any]]) -> list[t
 
 
 def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, ResultFile]) -> ShownVolume:
-    """Return a task's volume as the report's three views show it.
+    """Return a task's volume for the report, which shows it in three views.
 
-    files: of its results, by the names of presets, with BOUNDS added for the ends of intervals
+    Args:
+        task: the volume and its mask.
+        presets: names of the presets.
+        files: the files of results, by the presets' names. Keys with BOUNDS added give the ends of intervals, if any.
     """
     grey = {preset: files[preset].read for preset in presets}
     ends = [(preset, *end) for preset in presets for end in zip(BOUNDS, ("low 90 %", "high 90 %"), strict=True)]
     grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
 
     def width(preset: str, index: int) -> np.ndarray:
+        """Return half the width of a slice's 90 % intervals, in the input's units."""
         return half_width([files[preset + end].read(index) for end in BOUNDS], task.mask.read(index), task.scale)
 
     uncertainty = {f"{one}: uncertainty": partial(width, one) for one in presets if one + BOUNDS[0] in files}
@@ -85,13 +99,24 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, ResultF
 def jumps(
     task: Task, presets: Sequence[str], files: Mapping[str, ResultFile], progress: Progress
 ) -> list[dict[str, Any]]:
-    """Entries of `jumps` of metrics.json: of a volume whose truth is known, one for each preset."""
+    """Return the entries of `jumps` in metrics.json: for each preset the `slice_jump` of a volume.
+
+    Small volumes also have the shell correlation. The list is empty if the truth is unknown or the stack has too few
+    slices.
+
+    Args:
+        task: the volume and its mask.
+        presets: names of the presets.
+        files: the files of results, by the presets' names.
+        progress: shows the progress of reading.
+    """
     truth, small = task.truth, math.prod(task.stack.shape) <= MOST_SHELLED
     if truth is None or not is_deep(task.stack):
         return []
 
     @lru_cache(len(task.stack) if small else 0)
     def read(index: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Return a slice's mask, its truth, and its restoration with each preset."""
         return task.mask.read(index), truth.read(index), {one: files[one].read(index) for one in presets}
 
     found, shells = slice_jumps(read, task.mask.masked, progress), dict[str, dict[str, Any]]()
@@ -108,35 +133,48 @@ def jumps(
 
 @dataclass(frozen=True)
 class SliceReview:
-    """A slice to judge. hidden_YX: known voxels that are hidden besides, for intervals; None where there are none."""
+    """One slice of a task, with all that is needed to restore it and to judge the result."""
 
     task: Task
-    index: int
-    original_YX: np.ndarray
-    mask_YX: np.ndarray
+    index: int  # index of the slice in the task
+    original_YX: np.ndarray  # as in the input, in its dtype
+    mask_YX: np.ndarray  # True for voxels to restore
+    # True for known voxels that calibration samples hide too; all False if none can be hidden, None if the slice is to
+    # have no intervals of its own
     hidden_YX: np.ndarray | None = None
+    # cache of `given`
     _given: dict[bool, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @cached_property
     def hides(self) -> bool:
-        """True if enough is hidden to learn from."""
+        """True if at least FEWEST_HIDDEN finite voxels are hidden, so that calibration samples are of use."""
         hidden_YX = self.hidden_YX
         return hidden_YX is not None and int((hidden_YX & np.isfinite(self.original_YX)).sum()) >= FEWEST_HIDDEN
 
     @cached_property
     def unknown_YX(self) -> np.ndarray:
-        """What a test restores."""
+        """The voxels that calibration samples restore: the mask and the hidden voxels, boolean."""
         return self.mask_YX if self.hidden_YX is None else self.mask_YX | self.hidden_YX
 
     def given(self, test: bool) -> tuple[np.ndarray, np.ndarray]:
-        """What the model gets for a result, or for a test: the slice, filled under the mask, and the mask."""
+        """Return the model's input: the slice as float32 in [0, 1], filled under the mask, and the mask.
+
+        Args:
+            test: True for calibration samples, whose mask also covers the hidden voxels.
+        """
         if test not in self._given:
             mask_YX = self.unknown_YX if test else self.mask_YX
             self._given[test] = prepare_slice(self.original_YX, mask_YX, self.task.scale), mask_YX
         return self._given[test]
 
     def intervals(self, tested: Moments | None) -> Intervals | None:
-        """By the errors of voxels hidden besides; unknown where these are too few, None where none are wanted."""
+        """Return the intervals for the slice's masked voxels, calibrated by the errors at its hidden voxels.
+
+        They are without ends if too few voxels are hidden. Return None if the slice is to have no intervals of its own.
+
+        Args:
+            tested: mean and spread of the calibration samples; None if there are none.
+        """
         if self.hidden_YX is None or tested is None:
             return None if self.hidden_YX is None else Intervals.unknown()
         judged_YX = self.hidden_YX & np.isfinite(self.original_YX)
@@ -145,9 +183,16 @@ class SliceReview:
         return found.at(depth_in(self.mask_YX))
 
     def errors(self, tested: Moments | None) -> np.ndarray:
-        """Return the numbers of hidden regions and the errors there, of the model and of methods without one.
+        """Return the errors at P hidden voxels, of the model and of the M methods of IN_SLICES.
 
-        float64 [1 + 1 + M, P] for the M methods of IN_SLICES and P hidden voxels; P is 0 if too few are hidden.
+        They are normalised. P is 0 if the slice has no calibration samples.
+
+        Args:
+            tested: mean and spread of the calibration samples; None if there are none.
+
+        Returns:
+            float64 [2 + M, P]: the number of each voxel's hidden region, then the model's errors, then those of each
+            method.
         """
         from scipy import ndimage
 
@@ -160,34 +205,44 @@ class SliceReview:
 
     @cached_property
     def truth_YX(self) -> np.ndarray | None:
+        """The true slice, in the input's units; None if it is unknown."""
         return self.task.truth.read(self.index) if self.task.truth is not None else None
 
     def native(self, run: ItemSamples) -> np.ndarray:
-        """What is restored, in the input's dtype."""
+        """Return the restored slice in the input's dtype, equal to the input outside the mask."""
         return compose_native(self.original_YX, run.restored01_YX, self.mask_YX, self.task.scale)
 
     def psnr_db(self, run: ItemSamples) -> float | None:
-        """Against the truth, under the mask; of a sample as of a run with this sample alone."""
+        """Return the PSNR in dB under the mask against the truth; None if it is unknown or all known voxels are equal.
+
+        The samples' mean is first rounded to the input's dtype, as in the result.
+        """
         if self.truth_YX is None:
             return None
         return masked_psnr_db(self.task.scale, self.truth_YX, self.native(run), self.mask_YX)
 
     def psnr_vs_exact_db(self, exact: ItemSamples, run: ItemSamples) -> float | None:
-        """PSNR under the mask against the exact run, before rounding to the input's dtype; None for the same bits."""
+        """Return the PSNR in dB under the mask against the exact run, before rounding to the input's dtype.
+
+        Return None if all bits are equal.
+        """
         exact_YX, restored_YX = (self.task.scale.denormalise(one.restored01_YX) for one in (exact, run))
         return distance_db(self.task.scale, exact_YX, restored_YX, self.mask_YX)
 
     @cached_property
     def smooth_YX(self) -> np.ndarray | None:
-        """The slice restored without a model, in the input's units; None where nothing is masked, or everything."""
+        """The slice restored by the biharmonic method, in the input's units; None if no or every voxel is masked."""
         if self.mask_YX.all() or not self.mask_YX.any():
             return None
         return self.task.scale.denormalise(biharmonic(*self.given(False)))
 
     def picture(self, presets: Sequence[str], native: Mapping[str, np.ndarray]) -> Picture:
-        """Return the report's pictures of the slice.
+        """Return what the report shows of the slice.
 
-        native: the results in the input's dtype, by the names of presets, with BOUNDS added for the ends of intervals
+        Args:
+            presets: names of the presets.
+            native: results in the input's dtype, by the presets' names. Keys with BOUNDS added hold the ends of
+                intervals, if any.
         """
         task, masked = self.task, bool(self.mask_YX.any())
         shown = presets if masked else ()
@@ -219,16 +274,19 @@ def judge_slice(
     samples: int,
     intervals: Mapping[str, Intervals],
 ) -> ItemResult:
-    """Return a slice's results: its arrays by the names of their files, and its rows of metrics.json.
+    """Return a slice's results: a row of metrics.json for each mode, and arrays by the names of their files.
 
-    The arrays are in the input's dtype: the mean, of several samples their standard deviation, each sample where these
-    are kept, and the ends of intervals. The rows hold the biharmonic baseline too.
+    For each mode the arrays are the mean, the standard deviation of several samples, each sample if these are kept, and
+    the ends of intervals. They are in the input's dtype, but the standard deviation is float32. Each row also has the
+    quality of the biharmonic method.
 
-    modes: the names of those whose results are kept
-    exact: the samples that they are compared with, if any
-    drawn: the samples in each mode
-    samples: their number
-    intervals: the calibrated intervals of each mode that has any
+    Args:
+        seen: the slice.
+        modes: names of the modes whose results are kept: the presets.
+        exact: the exact run's samples to compare with; None to compare with none.
+        drawn: the slice's samples in each mode.
+        samples: number of samples that the mean is of.
+        intervals: calibrated intervals of each mode that has any.
     """
     task, mask_YX, scale = seen.task, seen.mask_YX, seen.task.scale
     rows: list[dict[str, Any]] = []
@@ -280,9 +338,11 @@ def judge_slice(
 
 
 def outcome_of_slices(task: Task, errors: Sequence[np.ndarray]) -> Outcome:
-    """Return whether the slices of a task, each restored by itself, are better than methods without a model.
+    """Compare the slices of a task, each restored by itself, with the best method without a model. Return the verdict.
 
-    errors: of each masked slice, as `SliceReview.errors` returns them
+    Args:
+        task: gives the number of the mask's parts.
+        errors: for each masked slice what `SliceReview.errors` returns.
     """
     from scipy import ndimage
 
@@ -297,7 +357,14 @@ def outcome_of_slices(task: Task, errors: Sequence[np.ndarray]) -> Outcome:
 
 
 def save_previews(task: Task, files: Mapping[str, ResultFile], presets: Sequence[str], folder: Path) -> None:
-    """Saves a few restored slices as PNG beside the results."""
+    """Save a few restored slices of a task as PNG in `folder`.
+
+    Args:
+        task: the stack and its mask.
+        files: the files of results, by the presets' names.
+        presets: names of the presets.
+        folder: the folder of results.
+    """
     for index in shown_slices(task.mask.masked):
         for preset in presets:
             path = folder / task.files.preview(slice_name(task.stack, index).removeprefix(task.stack.name), preset)

@@ -1,4 +1,8 @@
-"""Which partition of its ranks a job takes, before any weight is read: with `--parallel auto` the planner's choice."""
+"""The choice of a job's partition of ranks into replicas and guidance branches, before any weight is read.
+
+With `--parallel auto` the planner chooses, by predicted time and memory. Here it gets the model's shape, from its
+config files, and the settings that depend on the choice are filled in.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
     from cocodiff.planner.case import Case, ModelShape
     from cocodiff.planner.choice import Choice
 
-OWN_SIDE = 128  # latent pixels of a side, of pipelines whose transformer's config has no sample_size
-ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+OWN_SIDE = 128  # latent pixels of an image's side if the transformer's config has no sample_size
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of an element
 
 
 def partition_of(
@@ -49,17 +53,26 @@ def partition_of(
     compares: bool = True,
     calls: int | None = None,
 ) -> Partition:
-    """The partition of a job that makes `images` in each of `presets`; all ranks find the same.
+    """Return the partition of the ranks for a job, the same on every rank.
 
-    values: of options parallel, replicas, dry_run, dtype, machine, device; steps, height and width. batches: calls of
-    the pipeline, by default one for each image. batch: images, or tiles of them, in one call. steps: of a call, instead
-    of the option's. compares: whether several presets are compared: on all ranks, unless replicas are given. calls: of
-    the pipeline, that the time in a dry run is of, instead of `batches`.
+    If a preset is lossy, at least two ranks share an image. A model unknown to the planner has one replica unless the
+    option gives more. The guidance is for presets whose `guidance_parallel` is auto. If the planner has a choice, rank
+    0 prints what was chosen and why, in a dry run also memory and time.
 
-    Two ranks or more share an image where a preset selects or codes what it sends. A model of which no more than a plan
-    is known has one replica unless more are given. Rank 0 says what was taken and why, in a dry run memory and time
-    too. The guidance is for presets whose guidance_parallel is auto. Raises UserError for pinned axes that the ranks do
-    not allow, and where no partition fits the machine's memory.
+    Raise UserError for given numbers that the ranks do not allow, and if no partition fits the machine's memory. Raise
+    it also if an image's bits would depend on the replica that makes it.
+
+    Args:
+        values: options by name: parallel, replicas, dry_run, dtype, machine, device, steps, height, width and tile.
+        request: the model.
+        presets: the presets' settings.
+        ranks: number of all ranks.
+        images: number of images that are made in each preset.
+        batches: number of calls of the pipeline in each preset; None for one per image.
+        batch: number of images, or tiles of them, in one call.
+        steps: number of denoising steps of a call; None for the option's.
+        compares: True if several presets are to be compared. Then there is one replica unless the option gives more.
+        calls: number of calls of the pipeline that a dry run predicts the time of; None for `batches`.
     """
     two = guides(request)
     replicas, guidance = pinned(values, presets)
@@ -93,7 +106,10 @@ def partition_of(
 
 
 def with_guidance(presets: Mapping[str, Config], partition: Partition, request: Request) -> dict[str, Config]:
-    """The presets with the partition's guidance, but for those that pin their own in a run that guides."""
+    """Return the presets with `guidance_parallel` set to the partition's number of parts for guidance.
+
+    In a run with guidance, presets that give a number themselves keep it.
+    """
     two, chosen = guides(request), partition.guidance
     return {
         name: config if two and config.guidance_parallel != "auto" else config.with_(guidance_parallel=chosen)
@@ -110,8 +126,19 @@ def with_weights(
     batch: int = 1,
     **_: Any,
 ) -> dict[str, Config]:
-    """The presets with `weights: auto` decided: whole on a CPU and where memory or model are not known; else as the
-    preset that needs most has it, for all share one model, each with the state that fits beside."""
+    """Return the presets with `weights: auto` replaced by what the ranks' memory allows. Rank 0 prints what is shared.
+
+    Weights are whole on a CPU, and if memory or model are unknown. Otherwise these presets are treated as the one that
+    needs most memory, as all share one model. Each keeps as much of its codec's state as fits.
+
+    Args:
+        presets: settings by the presets' names.
+        values: options by name, as of `partition_of`.
+        request: the model.
+        partition: the ranks' partition.
+        ranks: number of all ranks.
+        batch: number of images, or tiles of them, in one call.
+    """
     undecided = {name: config for name, config in presets.items() if config.weights == "auto"}
     memory = load_machine(values["machine"]).device.memory_gib
     if not undecided or values["device"] == "cpu" or not memory or not is_planned(request):
@@ -134,7 +161,10 @@ def with_weights(
 def sequence_of(
     values: dict[str, Any], request: Request, partition: Partition, ranks: int
 ) -> tuple[Topology, AttentionWork]:
-    """Where the first ranks sit that share a sequence, and what heads they share."""
+    """Return the topology of the first ranks that share a sequence, and the number and width of attention heads.
+
+    Raise UserError, naming `--quality`, if the transformer's config does not give its heads.
+    """
     from cocodiff.engine.assemble import AttentionWork
 
     axes = axes_of(values["machine"], ranks, partition.replicas, partition.guidance)
@@ -146,14 +176,17 @@ def sequence_of(
 
 
 def is_planned(request: Request) -> bool:
-    """Whether enough of the model's transformer is known to price its calls and count its memory."""
+    """Return True if the planner can predict time and memory of the model's transformer, by its class."""
     from cocodiff.jobs.model_shapes import family_of_class
 
     return family_of_class(str(read_json(transformer_config(request.model)).get("_class_name"))) is not None
 
 
 def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:
-    """Replicas and guidance where they are given. Presets that pin guidance differently leave it to each of them."""
+    """Return the given numbers of replicas and of a replica's parts for guidance; None for one that is not given.
+
+    The latter is also None if presets give different numbers, as each of them then keeps its own.
+    """
     replicas = values.get("replicas")
     of_presets = {config.guidance_parallel for config in presets}
     guidance = of_presets.pop() if len(of_presets) == 1 else "auto"
@@ -161,7 +194,7 @@ def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | Non
 
 
 def guides(request: Request) -> bool:
-    """Whether the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
+    """Return True if the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
     if request.own is not None or request.index.get("is_distilled"):
         return False
     pipelines = request.pipelines
@@ -175,8 +208,18 @@ def guides(request: Request) -> bool:
 def cases_of(
     values: dict[str, Any], request: Request, presets: Sequence[Config], ranks: int, batch: int, steps: int
 ) -> list[Case]:
-    """Return what one call of the pipeline is in each preset, from the model's configs alone: the prompt is the
-    longest."""
+    """Return the planner's case of one call of the pipeline on all ranks, for each preset.
+
+    It follows from the model's config files. The prompt is taken to have the largest number of tokens.
+
+    Args:
+        values: options by name, as of `partition_of`.
+        request: the model.
+        presets: the presets' settings.
+        ranks: number of all ranks.
+        batch: number of images, or tiles of them, in the call.
+        steps: number of denoising steps of the call.
+    """
     from cocodiff.models.adapter import image_and_text
     from cocodiff.planner.case import Case
 
@@ -193,7 +236,10 @@ def cases_of(
 
 
 def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: Request) -> dict[str, Config]:
-    """With the tokens of the job's images, by which meshes are chosen, where all rates and the model are known."""
+    """Return the presets with the number of tokens of the job's images, by which the engine chooses meshes.
+
+    They are returned unchanged if a rate of the machine is unknown, or the model is unknown to the planner.
+    """
     if load_machine(values["machine"]).missing_rates or not is_planned(request):
         return dict(presets)
     _, tokens = shape_and_tokens(values, request)
@@ -201,8 +247,8 @@ def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: 
 
 
 def shape_and_tokens(values: dict[str, Any], request: Request) -> tuple[ModelShape, int]:
-    """Return the model's shape, and the tokens of what is made."""
-    import_pipeline(request)  # which the model's shape is taken from
+    """Return the shape of the model and the number of tokens of an image or video. Import the pipeline's class."""
+    import_pipeline(request)  # the shape is that of the pipeline's transformer
     from cocodiff.jobs.model_shapes import shape_of_folder
 
     path = transformer_config(request.model)
@@ -211,7 +257,16 @@ def shape_and_tokens(values: dict[str, Any], request: Request) -> tuple[ModelSha
 
 
 def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: ModelShape) -> int:
-    """Of what is made: the model's own size, or that of the options. path: of the transformer's config."""
+    """Return the number of tokens of an image, a tile of one, or a video, for one call of the transformer.
+
+    The size is that of the options, or else the model's own.
+
+    Args:
+        values: options by name: height, width, frames and tile.
+        request: the model.
+        path: the transformer's config.json.
+        shape: the shape of the transformer.
+    """
     model = request.model
     if request.task == INPAINT and request.own is None:
         values = values | dict.fromkeys(("height", "width"), values.get("tile") or own_pixels(request))
@@ -229,20 +284,20 @@ def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: Mo
 
 
 def own_latents(path: Path) -> int:
-    """Latent pixels of a side of the model's own size."""
+    """Return the side in latent pixels of the images that the model is made for, by the transformer's config.json."""
     side = read_json(path).get("sample_size")
     return side if isinstance(side, int) else OWN_SIDE
 
 
 def own_pixels(request: Request) -> int:
-    """Pixels of a side of the model's own size; of a video's shorter one."""
+    """Return the side in pixels of the images that the model is made for; of videos the shorter side."""
     if request.video is not None:
         return min(request.video.height, request.video.width)
     return own_latents(transformer_config(request.model)) * vae_factor(request.model)
 
 
 def vae_factor(model: str) -> int:
-    """Pixels of a latent pixel's side."""
+    """Return the number of pixels along a latent pixel's side, by the config of the model's VAE."""
     if own_weights(model) is not None:
         return VAE_FACTOR
     config = read_json(model_file(model, "vae/config.json"))
@@ -253,7 +308,12 @@ def vae_factor(model: str) -> int:
 
 
 def dry_lines(choice: Choice, calls: int | None = None) -> list[str]:
-    """Return lines about memory and predicted time of the partition that was taken. calls: as of `partition_of`."""
+    """Return a dry run's lines about memory and predicted time of the partition that was taken.
+
+    Args:
+        choice: the planner's choice.
+        calls: number of calls of the pipeline that the time is predicted of; None for those of the choice.
+    """
     from cocodiff.planner.memory import mib
 
     taken, machine, tile = choice.taken, choice.machine.name, choice.machine.device.memory

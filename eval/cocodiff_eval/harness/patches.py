@@ -1,4 +1,7 @@
-"""Patches of a user's slices to train on: of known voxels, from all over the volumes, a part of them held out."""
+"""The patches of a user's volumes that a model is trained on, and patches of parts that are held out.
+
+They are cut at random places all over the volumes, and most of their voxels are known.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,39 @@ from cocodiff_eval.data.intensity import downsample
 from cocodiff_eval.data.volume import Progress, format_shape
 from cocodiff_eval.harness.tasks import Task
 
-HELD_OUT = 8  # an eighth of a volume, at its end
-LEAST_KNOWN = 0.75  # of a patch
-TRIES = 50
+HELD_OUT = 8  # one part in so many of a volume is held out: its last one
+LEAST_KNOWN = 0.75  # least share of known voxels in a patch
+TRIES = 50  # times the side of a patch: number of places that are tried for one
 
 
 class Patches(NamedTuple):
-    """image01_NHW: float16 in [0, 1], .5 where nothing is known; known_NHW: bool."""
+    """N square patches and which of their voxels are known."""
 
-    image01_NHW: np.ndarray
-    known_NHW: np.ndarray
+    image01_NHW: np.ndarray  # float16 in [0, 1]; 0.5 for unknown voxels
+    known_NHW: np.ndarray  # boolean
 
     def __len__(self) -> int:
         return len(self.known_NHW)
 
 
 class Split(NamedTuple):
-    """axis: the one across which a volume is cut; train, held: the ranges of it."""
+    """The division of a volume into a part to train on and a part that is held out."""
 
-    axis: int
-    train: range
-    held: range
+    axis: int  # index of the axis (z, y, x) across which the volume is cut
+    train: range  # indices along the axis that patches to train on are from
+    held: range  # indices along it that are held out
 
     @classmethod
     def of(cls, task: Task, side: int) -> Split:
-        """The last eighth of the slices is held out, and as many before it go unused, since they are much alike; of few
-        slices the last eighth of their longer side, which has to hold a patch. Raises UserError where neither fits."""
+        """Divide a task's volume so that the held-out part can hold a patch. Raise UserError if it is too small.
+
+        The last eighth of the slices is held out. As many slices before it are not used, as they resemble it. With
+        fewer than 16 slices, the last eighth of the slices' longer side is held out instead, but at least `side`.
+
+        Args:
+            task: the volume.
+            side: side of a patch in voxels.
+        """
         depth, *sides = shape = task.stack.shape
         path = task.stack.path
         if min(sides) < side:
@@ -58,11 +68,20 @@ class Split(NamedTuple):
 def cut_patches(
     tasks: Sequence[Task], side: int, counts: tuple[int, int], seed: Sequence[int], progress: Progress
 ) -> tuple[Patches, Patches]:
-    """So many patches of side x side to train on, and so many that are held out, divided among volumes by their size.
+    """Return patches to train on and held-out patches, in this order. Volumes have shares by their size.
 
-    Patches lie in slices along z and, where a volume is as deep as a patch, along y and x; a third of them shows twice
-    or four times as much, as the coarse levels of a restoration do. No more than `side` slices are in memory.
-    Raises UserError where a volume is too small, or too little of it is known.
+    Patches lie in slices along z and, if a volume is as deep as a patch, along y and x. Up to a third of them are
+    reduced from two or four times the side, as the coarse levels of a restoration are. No more than `side` slices are
+    in memory.
+
+    Raise UserError if a volume is too small, or if too little of it is known.
+
+    Args:
+        tasks: the volumes, with masks of unknown voxels.
+        side: side of a patch in voxels.
+        counts: about how many patches there are to be of either kind; each volume has at least one of each.
+        seed: of the random places.
+        progress: shows the progress of reading.
     """
     splits = [Split.of(task, side) for task in tasks]
     sizes = np.array([float(np.prod(task.stack.shape)) for task in tasks])
@@ -82,6 +101,19 @@ def cut_patches(
 def _of_volume(
     task: Task, axis: int, within: range, side: int, count: int, generator: np.random.Generator, progress: Progress
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield `count` patches of a volume, each as image and known voxels, from slabs of slices all over it.
+
+    Raise UserError if too little of a slab is known.
+
+    Args:
+        task: the volume.
+        axis: index of the axis that `within` limits.
+        within: indices along it that patches are from.
+        side: side of a patch in voxels.
+        count: number of patches.
+        generator: draws the places.
+        progress: shows the progress of reading.
+    """
     ranges = [range(length) for length in task.stack.shape]
     ranges[axis] = within
     depth = min(side, len(ranges[0]))
@@ -106,6 +138,7 @@ def _of_volume(
 
 
 def _read(task: Task, indices: range, sides: Sequence[range], progress: Progress) -> tuple[np.ndarray, np.ndarray]:
+    """Return a box of a volume as float16 [Z, Y, X] in [0, 1], 0.5 for unknown voxels, and which are known, boolean."""
     rows, columns = (slice(one.start, one.stop) for one in sides)
     images, known = [], []
     for index in progress(indices, f"reading {task.stack.name}"):
@@ -119,7 +152,10 @@ def _read(task: Task, indices: range, sides: Sequence[range], progress: Progress
 def _draw(
     image01_ZYX: np.ndarray, known_ZYX: np.ndarray, side: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """A patch anywhere, of any size; None where too little of it is known."""
+    """Return a patch at a random place and of a random size, reduced to `side`: its image and which voxels are known.
+
+    Return None if too little of it is known.
+    """
     axis = int(generator.choice([axis for axis in range(3) if min(np.delete(image01_ZYX.shape, axis)) >= side]))
     at = int(generator.integers(image01_ZYX.shape[axis]))
     image, known = (np.take(one, at, axis) for one in (image01_ZYX, known_ZYX))

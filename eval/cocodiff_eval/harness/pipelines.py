@@ -1,4 +1,8 @@
-"""Models by name: the embedded one, a folder in diffusers' layout, or a hub id. Only safetensors are read."""
+"""The models that commands name: how they are checked, loaded on every rank, and how prompts become embeddings.
+
+A name is that of the embedded model, a folder in diffusers' layout, or an id of the Hugging Face hub. Only safetensors
+are read.
+"""
 
 from __future__ import annotations
 
@@ -36,88 +40,97 @@ from cocodiff.models import pipelines_of
 from cocodiff.models.family import EXPERTS, GENERATE, INPAINT, Pipelines, Video
 
 Embeddings = dict[str, Any]  # arguments of a pipeline call for one image: tensors of one row, or lists of one tensor
-EMBEDDED = "embedded"
-INDEX = "model_index.json"
-OWN_PIPELINE = "StableDiffusion3InpaintPipeline"  # of the embedded model
-OWN_STEPS = 10  # of the embedded model: fewer and more are worse on average (docs/quality.md)
-OWN_VAE = "vae_config.json"  # what tells the folder of a model that was trained from the embedded one
+EMBEDDED = "embedded"  # name of the embedded model
+INDEX = "model_index.json"  # file of a pipeline's parts and their classes
+OWN_PIPELINE = "StableDiffusion3InpaintPipeline"  # diffusers' class of the embedded model
+OWN_STEPS = 10  # denoising steps of the embedded model: fewer and more are worse on average (docs/quality.md)
+OWN_VAE = "vae_config.json"  # file by which a folder is known to hold a model trained from the embedded one
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
-IMAGE_ENCODER = "image_encoder"  # of image prompts, and of a video's first frame
-UNUSED_PARTS = (IMAGE_ENCODER, "feature_extractor")  # without such an image
-TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "cap_feat_dim", "caption_channels")  # in configs
-MAY_BE_ABSENT = (*TEXT_PARTS, *UNUSED_PARTS, *EXPERTS[1:])
+IMAGE_ENCODER = "image_encoder"  # the part that encodes image prompts, and a video's first frame
+UNUSED_PARTS = (IMAGE_ENCODER, "feature_extractor")  # parts that are not loaded without such an image
+# keys for the width of text embeddings in transformers' configs
+TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "cap_feat_dim", "caption_channels")
+MAY_BE_ABSENT = (*TEXT_PARTS, *UNUSED_PARTS, *EXPERTS[1:])  # parts that a model's folder may lack
 
 
 @dataclass(frozen=True)
 class Request:
-    """The model that a command wants. guidance: None for the pipeline's own; guidance_2: of a second expert, None for
-    the first one's. image: file of a video's first frame, None for videos of text alone. keeps: whether to restore with
-    what generates, also where there is a pipeline that restores."""
+    """The model that a command asks for, and what for."""
 
-    model: str
-    task: str
+    model: str  # "embedded", a folder, or an id of the hub
+    task: str  # INPAINT or GENERATE
     prompts: Sequence[str] = ("",)
-    guidance: float | None = None
-    guidance_2: float | None = None
-    image: str | None = None
-    keeps: bool = False
+    guidance: float | None = None  # guidance scale; None for the pipeline's default
+    guidance_2: float | None = None  # guidance scale of a second expert; None for that of the first
+    image: str | None = None  # file of a video's first frame; None for videos from text alone
+    keeps: bool = False  # True to restore with the pipeline that generates even if there is one that restores
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """The `model_index.json` of a model with files of its own. Raises UserError where it is no JSON object."""
+        """The content of `model_index.json`, with `_class_name` as text. Raises UserError if it is no JSON object.
+
+        The embedded model has none.
+        """
         index = read_json(model_file(self.model, INDEX))
         return index | {"_class_name": str(index.get("_class_name") or "")}
 
     @property
     def own(self) -> Path | None:
+        """The folder of the embedded model's weights, or of a model trained from it; None for any other model."""
         return own_weights(self.model)
 
     @cached_property
     def pipelines(self) -> Pipelines:
+        """The diffusers pipelines that can load this model, by the classes in its index."""
         transformer = self.index.get("transformer")
         named = str(transformer[-1]) if isinstance(transformer, list) and transformer else ""
         return pipelines_of(self.index["_class_name"], self.model, named)
 
     @property
     def video(self) -> Video | None:
-        """What a video is, unless options say otherwise; None for a model that makes images."""
+        """The default size of the model's videos; None for a model that makes images."""
         return None if self.own is not None else self.pipelines.video_of(self.index)
 
     @property
     def keeps_known(self) -> bool:
-        """Whether it restores with what only generates."""
+        """True if a slice is restored by the pipeline that generates, with the known pixels kept at each step."""
         mine = self.own is None and bool(self.pipelines.generate) and (self.keeps or not self.pipelines.inpaint)
         return self.task == INPAINT and mine
 
     @property
     def content(self) -> dict[str, Any]:
-        """What results depend on: prompts, and the bytes of the image."""
+        """The prompts, and a checksum of the image's file, as plain data that results depend on."""
         image = {} if self.image is None else {"image": zlib.crc32(Path(self.image).read_bytes())}
         return {"prompts": list(self.prompts or ("",))} | image
 
     @property
     def pipeline(self) -> str:
-        """The class to load. Raises UserError where there is none."""
+        """The name of diffusers' class to load. Raises UserError if there is none for the task."""
         task = GENERATE if self.keeps_known else self.task
         return self.pipelines.of_task(task, self.model, self.image is not None)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline on its device, without text encoders. prompts: a row each; fixed: arguments of all calls."""
+    """A loaded pipeline on its device, without text encoders, and its prompts' embeddings."""
 
-    name: str
-    pipe: Any
-    prompts: list[Embeddings]
-    fixed: dict[str, Any]
+    name: str  # as the request gives it
+    pipe: Any  # diffusers' pipeline
+    prompts: list[Embeddings]  # embeddings of each prompt, for one image
+    fixed: dict[str, Any]  # arguments of every call, such as the guidance scale
 
     def arguments(self, batch: int, prompt: int = 0) -> dict[str, Any]:
-        """A call's arguments for `batch` images of one prompt: its embeddings, and what all calls have."""
+        """Return a pipeline call's arguments for `batch` images of one prompt: its embeddings and `fixed`.
+
+        Args:
+            batch: number of images.
+            prompt: index of the prompt.
+        """
         return repeated(self.prompts[prompt], batch) | self.fixed
 
 
 def repeated(embeddings: Embeddings, batch: int) -> Embeddings:
-    """The embeddings of one image for so many."""
+    """Return the embeddings of one image repeated for `batch` images."""
     return {
         name: row * batch if isinstance(row, list) else row.repeat(batch, *[1] * (row.ndim - 1))
         for name, row in embeddings.items()
@@ -125,7 +138,7 @@ def repeated(embeddings: Embeddings, batch: int) -> Embeddings:
 
 
 def own_weights(model: str) -> Path | None:
-    """The folder of the embedded model's weights, or of one that was trained from it; None for any other model."""
+    """Return the folder of the embedded model's weights, or of a model trained from it; None for any other model."""
     folder = WEIGHTS if model == EMBEDDED else Path(model)
     return folder if is_there(folder / OWN_VAE) else None
 
@@ -134,8 +147,16 @@ def own_weights(model: str) -> Path | None:
 
 
 def check_model(request: Request, ranks: int, weights: bool = True) -> None:
-    """Checks a model before it is loaded. weights: whether there have to be any. Raises UserError for a folder without
-    loadable weights, an unknown family, a task or options that the model has not, and more ranks than it has tokens."""
+    """Check a model and a command's options for it, by small files, before weights are loaded.
+
+    Raise UserError for a folder without loadable weights and for an unsupported pipeline. Raise it also for a task or
+    option that the model does not support, and for more ranks than an image has tokens.
+
+    Args:
+        request: the model and the options.
+        ranks: number of ranks that share an image.
+        weights: False if the folder need not hold weights.
+    """
     name, own = request.model, request.own
     if own is not None:
         if request.task == GENERATE:
@@ -170,7 +191,15 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
 
 
 def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
-    """Raises UserError for more ranks than a transformer can use, and for weights that want more than latents."""
+    """Raise UserError if a transformer has fewer tokens than ranks, or channels or parts that do not fit the task.
+
+    Input channels beyond those of latents mean that it needs an image or a mask besides them.
+
+    Args:
+        request: the model and its task.
+        config: content of the transformer's config.json.
+        ranks: number of ranks that share an image.
+    """
     name, patch = request.model, patch_side(config)
     side = config["sample_size"] // patch if isinstance(config.get("sample_size"), int) else 0
     if side and ranks > side * side:
@@ -192,7 +221,7 @@ def check_shape(request: Request, config: dict[str, Any], ranks: int) -> None:
 
 
 def read_image(path: str) -> Any:
-    """An image of 8 bits as an RGB picture. Raises UserError for what is none."""
+    """Return an image file as a PIL image in RGB. Raise UserError if it cannot be read, or has more than 8 bits."""
     from PIL import Image
 
     try:
@@ -205,24 +234,39 @@ def read_image(path: str) -> Any:
 
 
 def encoders_of(index: dict[str, Any]) -> list[str]:
-    """The text encoders that a model's index names."""
+    """Return the names of the text encoders that a model has by its index, such as "text_encoder_2"."""
     return [part for part in TEXT_PARTS if part.startswith("text_encoder") and _is_named(index, part)]
 
 
 def _is_named(index: dict[str, Any], part: str) -> bool:
-    """Whether the index names a class for a part: [library, class], [null, null] where the model has none."""
+    """Return True if the model has a part: its index then names [library, class], else it has [null, null] or nothing.
+
+    Args:
+        index: content of `model_index.json`.
+        part: name of the part, such as "vae".
+    """
     named = index.get(part)
     return isinstance(named, list) and bool(named) and bool(named[0])
 
 
 def transformer_config(name: str) -> Path:
-    """The config.json of a model's transformer. Raises UserError as `model_file`."""
+    """Return the path of the config.json of a model's transformer, which may be missing in a folder.
+
+    Raise UserError as `model_file` does.
+    """
     own = own_weights(name)
     return own / "config.json" if own is not None else model_file(name, "transformer/config.json")
 
 
 def model_file(name: str, file: str) -> Path:
-    """A small file of a model: in its folder, or fetched from the hub. Raises UserError where it cannot be had."""
+    """Return the path of a small file of a model, in its folder or fetched from the hub.
+
+    Raise UserError for a folder that is absent or has no model_index.json, and if the hub does not give the file.
+
+    Args:
+        name: folder or id of the model.
+        file: path of the file in it.
+    """
     folder = Path(name)
     if not is_there(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
         return _fetched(name, file)
@@ -234,6 +278,7 @@ def model_file(name: str, file: str) -> Path:
 
 
 def _fetched(name: str, file: str) -> Path:
+    """Fetch a file of a model from the hub. Return the path of its copy. Raise UserError if that fails."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -244,15 +289,18 @@ def _fetched(name: str, file: str) -> Path:
 
 
 def import_pipeline(request: Request) -> None:
-    """Imports the pipeline's class and all it needs: before ranks are forked, so that they share it."""
-    import_late("scipy.stats")  # another tenth: schedulers import it, and use it for one kind of schedule
+    """Import the pipeline's class and all it needs, before ranks are forked, so that they share the memory.
+
+    `scipy.stats` is only executed when it is first used.
+    """
+    import_late("scipy.stats")  # a tenth of the start; schedulers import it and use it for one kind of schedule
     _pipeline_class(request)
 
 
 def usual_steps(request: Request) -> int:
-    """Return the number of denoising steps of a model: of the embedded one as measured, else its pipeline's default.
+    """Return a model's default number of denoising steps: OWN_STEPS for the embedded model, else its pipeline's.
 
-    Imports the pipeline's class. Raises UserError where there is none.
+    Import the pipeline's class. Raise UserError if there is none.
     """
     if request.own is not None:
         return OWN_STEPS
@@ -265,12 +313,18 @@ def usual_steps(request: Request) -> int:
 def load_model(
     request: Request, dtype: str, transport: Any, split: Callable[[Sequence[Any]], None] | None = None
 ) -> Model:
-    """Loads a pipeline on every rank, on the rank's device. All ranks call it.
+    """Load a pipeline on every rank, and move it to the rank's device. All ranks call it.
 
-    dtype: fp32, bf16 or fp16. split: splits the transformers' weights before they are on the device. Text encoders are
-    loaded by rank 0 alone, for as long as it encodes the prompts; the others get the embeddings. On a CPU, weights
-    stored in `dtype` are mapped from their file, not copied.
-    Raises UserError on every rank when the model cannot be loaded.
+    Only rank 0 loads the text encoders, encodes the prompts and frees them; the other ranks get the embeddings. On a
+    CPU, weights stored in `dtype` are mapped from their file and not copied.
+
+    Raise UserError on every rank if the model cannot be loaded.
+
+    Args:
+        request: the model.
+        dtype: "fp32", "bf16" or "fp16".
+        transport: of all ranks.
+        split: splits the weights of the transformers that it is given, before they are moved to the device.
     """
     import torch
     from torch.utils._pytree import tree_map
@@ -295,9 +349,19 @@ def load_model(
 def _load_on_ranks(
     request: Request, dtype: str, wanted: Any, transport: Any
 ) -> tuple[Any, list[Embeddings], dict[str, Any]]:
+    """Return the pipeline, still on the CPU, the embeddings of each prompt, and the arguments of all calls.
+
+    All ranks call it. Rank 0 loads first, so that files are downloaded once. It alone encodes the prompts.
+
+    Args:
+        request: the model, not the embedded one.
+        dtype: name of the dtype, for messages.
+        wanted: torch's dtype.
+        transport: of all ranks.
+    """
     first = transport.rank == 0
     pipe = _load_denoiser(request, wanted) if first else None
-    transport.broadcast_object(None)  # what comes from the hub has been fetched once
+    transport.broadcast_object(None)  # files of the hub have been downloaded once
     if pipe is None:
         pipe = _load_denoiser(request, wanted)
     elif transport.device.type == "cpu":
@@ -317,7 +381,7 @@ def _load_on_ranks(
 
 
 def _load_denoiser(request: Request, dtype: Any) -> Any:
-    """Return the pipeline without its text encoders. Raise UserError where its parts do not fit together."""
+    """Return the pipeline without its text encoders. Raise UserError if its parts do not fit together."""
     import diffusers
 
     model, kind = request.model, request.index["scheduler"][1]
@@ -335,7 +399,14 @@ def _load_denoiser(request: Request, dtype: Any) -> Any:
 
 
 def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any) -> list[Embeddings]:
-    """The prompts' embeddings; when it returns, the text encoders' memory is free for what comes next."""
+    """Load the text encoders, encode the prompts and free the encoders' memory. Return each prompt's embeddings.
+
+    Args:
+        request: the model and its prompts.
+        denoiser: the pipeline without text encoders, whose parts are used again.
+        dtype: torch's dtype.
+        transport: gives the device to encode on.
+    """
     index = request.index
     known = {name: part for name, part in denoiser.components.items() if part is not None}
     absent = [part for part in TEXT_PARTS if not _is_named(index, part)]
@@ -347,14 +418,20 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
     guided = request.guidance is None or request.guidance > 1
     prompts = encode(request.pipelines, pipe, request.prompts, guided, transport.device)
     del pipe, encoders
-    # Modules are full of reference cycles. What they leave stays with torch's allocator, for the transformer: memory
-    # that is given back and taken anew between messages leaks in oneCCL (torch-xpu-ops 3744).
+    # Modules are full of reference cycles. Their memory stays with torch's allocator, for the transformer: memory that
+    # is returned and allocated again between messages leaks in oneCCL (torch-xpu-ops 3744).
     gc.collect()
     return prompts
 
 
 def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any:
-    """The pipeline with some parts given, or None; the others are read. Raises UserError where they cannot be."""
+    """Load a pipeline. Raise UserError if that fails.
+
+    Args:
+        request: the model.
+        dtype: torch's dtype.
+        parts: parts that are used as they are, or left out if None; all others are read from the model's files.
+    """
     import diffusers
 
     diffusers.utils.logging.disable_progress_bar()
@@ -368,7 +445,15 @@ def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any
 
 
 def _load_encoder(request: Request, part: str, dtype: Any) -> Any:
-    """Raises UserError for weights that lack tensors, which the pipeline's own loading would make up."""
+    """Load one encoder of a model. Raise UserError if its weights lack tensors.
+
+    The pipeline's own loading would fill those with random values.
+
+    Args:
+        request: the model.
+        part: name of the encoder in the model's index.
+        dtype: torch's dtype.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -382,7 +467,7 @@ def _load_encoder(request: Request, part: str, dtype: Any) -> Any:
             local_files_only=Path(request.model).is_dir(),
             output_loading_info=True,
         )
-    # The head that predicts words plays no part in what an encoder says; some models are saved without it.
+    # The head that predicts words does not change an encoder's output. Some models are saved without it.
     missing = sorted(name for name in found["missing_keys"] if "lm_head" not in name.split("."))
     if missing:
         raise UserError(f"model {request.model}: the weights of its {part} lack {some(missing)}; copy them again")
@@ -391,33 +476,46 @@ def _load_encoder(request: Request, part: str, dtype: Any) -> Any:
 
 @contextmanager
 def _loading(model: str) -> Iterator[None]:
-    """Around the libraries' reading of a model's files: whatever they raise is the files' fault, in one line."""
+    """Turn every exception of the block, in which libraries read a model's files, into a UserError of one line.
+
+    Args:
+        model: what the error names.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        # What is said for programmers is clearer with its kind; the others are said for the user.
+        # Messages of other exceptions are for programmers, and are clearer with the exception's type.
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise UserError(f"model {model} cannot be loaded: {kind}{_one_line(error)}") from error
 
 
 def _pipeline_class(request: Request) -> Any:
+    """Import diffusers and return the pipeline's class. Raise UserError if there is none for the task."""
     return getattr(import_diffusers(), request.pipeline if request.own is None else OWN_PIPELINE)
 
 
 def _one_line(error: Exception) -> str:
-    """A library's message on one line, without the stack of C++ calls that torch adds to its own."""
+    """Return an exception's message on one line, 300 characters at most, without the C++ stack that torch adds."""
     return " ".join(re.split(r"\n(Exception raised from|frame #0)", str(error))[0].split())[:300]
 
 
-# Prompts become embeddings on one rank, whose text encoders are gone before the first denoising step -----------------
+# Prompts become embeddings on one rank, whose text encoders are freed before the first denoising step ----------------
 
 
 def encode(pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool, device: Any) -> list[Embeddings]:
-    """The embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`. pipe: with text encoders, which
-    are moved to `device`. guided: whether the negative prompt is needed too. Raises UserError where the encoders fail
-    or give numbers that are not finite."""
+    """Return the embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`.
+
+    Raise UserError if the text encoders fail or give numbers that are not finite.
+
+    Args:
+        pipelines: the names of the embeddings and further arguments of `encode_prompt`.
+        pipe: the pipeline with its text encoders, which are moved to `device`.
+        prompts: the prompts.
+        guided: True to add the embeddings of the negative prompt, if the pipeline takes them.
+        device: the device to encode on.
+    """
     import torch
 
     for name, part in pipe.components.items():
@@ -431,6 +529,7 @@ def encode(pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool
 
 
 def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) -> Embeddings:
+    """Return the embeddings of one prompt on the CPU, by their names as arguments. Raise UserError as `encode` does."""
     import torch
     from torch import Tensor
     from torch.utils._pytree import tree_leaves, tree_map
@@ -442,7 +541,7 @@ def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) ->
         raise UserError(f"{said} ({type(error).__name__}: {_one_line(error)}); copy them again") from error
     named = pipelines.named(values)
     if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
-        # Qwen-Image's encode_prompt leaves out a mask that masks nothing; its call would warn that it is missing.
+        # Qwen-Image's encode_prompt returns None for a mask that masks nothing; its call would warn that it is missing.
         named["prompt_embeds_mask"] = torch.ones(named["prompt_embeds"].shape[:2], dtype=torch.long)
     named = {name: value for name, value in named.items() if name and value is not None}
     for name, value in named.items():
@@ -453,8 +552,16 @@ def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) ->
 
 
 def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
-    """Zero embeddings, for pipelines saved without text encoders; the same for the negative prompt. Of one token, or
-    of as many as all prompts have, where that is told."""
+    """Return zero embeddings for a pipeline saved without text encoders, of the negative prompt too if it takes one.
+
+    They have as many tokens as the pipeline gives every prompt, or one token if that is unknown. Raise UserError if the
+    transformer's config does not give the width of embeddings.
+
+    Args:
+        pipelines: the names of the embeddings.
+        transformer: the pipeline's transformer, whose config gives their widths.
+        dtype: torch's dtype.
+    """
     import torch
 
     config, zero = transformer.config, Embeddings()

@@ -1,4 +1,7 @@
-"""Replicas: sets of ranks that each take the next batch of a job when they are free, and write what they finish."""
+"""The replicas of a job: sets of ranks, each of which takes the next unit of work when it is free.
+
+`Queue` divides a job's units among replicas. `JobRecord` begins or continues the job's store.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,54 @@ from cocodiff.jobs.terminal import JobBar, reading_bar, say
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes
 
-VISIBLE_S = 10.0  # what a shared file system may take to show a new file on another host
+VISIBLE_S = 10.0  # seconds that a shared file system may take to show a new file on another host
 
 
 def topology_of(machine: str, ranks: int) -> Topology:
+    """Return the topology of a job's ranks on a machine, by the machine's name or file."""
     return Topology.build(load_machine(machine), ranks, detect().local_size)
 
 
 def axes_of(machine: str, ranks: int, replicas: int, guidance: int = 1) -> Axes:
-    """Raises UserError for replicas that do not divide the ranks."""
+    """Return the division of a job's ranks into replicas, and of each replica into `guidance` parts.
+
+    Raise UserError for numbers that do not divide the ranks.
+    """
     return Axes.build(topology_of(machine, ranks), replica=replicas, guidance=guidance)
 
 
 def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> Topology:
-    """Where the ranks of the first replica sit."""
+    """Return the topology of the first replica's ranks.
+
+    Args:
+        values: options by name, of which `machine` is read.
+        ranks: number of all ranks.
+        replicas: number of replicas.
+    """
     axes = axes_of(values["machine"], ranks, replicas)
     return axes.topology.part(axes.replica(0))
 
 
 class Replica:
-    """This rank's replica. transport: of its ranks; leads: whether this rank claims batches and writes."""
+    """The replica that this rank belongs to.
+
+    whole      The transport of all ranks.
+    count      The number of replicas.
+    number     The number of this replica, from 0.
+    transport  The transport of this replica's ranks.
+    topology   The topology of this replica's ranks.
+    leads      True on the one rank of the replica that claims units and saves them.
+    """
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
-        from cocodiff.comm.transport import SubTransport  # torch
+        """Divide all ranks into replicas. Raise UserError if that does not go evenly.
+
+        Args:
+            whole: the transport of all ranks.
+            machine: name or file of the machine.
+            replicas: number of replicas.
+        """
+        from cocodiff.comm.transport import SubTransport  # imports torch
 
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
@@ -52,18 +80,34 @@ class Replica:
         self.leads = self.transport.rank == 0
 
     def splits_weights(self, split: tuple[str, int | None], parts: int) -> Callable[[Sequence[Any]], None]:
-        """What splits models' weights among these ranks, see `Config.split`. parts: of guidance."""
+        """Return a function that splits the weights of the models it is given among this replica's ranks.
+
+        Args:
+            split: as of `Config.split`.
+            parts: number of parts of the replica that compute a guidance branch each.
+        """
         from cocodiff.engine.weights import split_for_good
 
         return partial(split_for_good, topology=self.topology, transport=self.transport, split=split, parts=parts)
 
     def say_ready(self, started: float) -> None:
-        """started: `time.monotonic()` when the command began."""
+        """Print the number of ranks and replicas, and the time since the command began.
+
+        Args:
+            started: value of `time.monotonic()` when the command began.
+        """
         in_replicas = f" in {self.count} replicas" if self.count > 1 else ""
         say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
 
     def take(self, numbers: Sequence[int], claim: Callable[[int], bool]) -> Iterator[int]:
-        """The units that this replica is to do, each when it is asked for. All its ranks ask together."""
+        """Yield the units that this replica is to do, one at a time. All its ranks iterate together.
+
+        With several replicas, each unit is claimed by the leader when it is asked for.
+
+        Args:
+            numbers: numbers of all units that are to be done, in order.
+            claim: claims a unit. It returns False if another replica has it.
+        """
         if self.count == 1:
             yield from numbers
             return
@@ -76,7 +120,15 @@ class Replica:
             yield number
 
     def check_shared(self, folder: Path, out: str, patience_s: float = VISIBLE_S) -> None:
-        """All ranks call it. Raises UserError where a leader does not see a folder of rank 0 within `patience_s`."""
+        """Raise UserError on every rank if the leader of a replica does not see a folder that rank 0 has made.
+
+        All ranks call it. With one replica nothing is checked.
+
+        Args:
+            folder: the folder that rank 0 has made.
+            out: value of the option `out`, for the error.
+            patience_s: seconds that a leader waits for it.
+        """
         if self.count == 1:
             return
         seen = self.whole.values_of_all(not self.leads or _appears(folder, patience_s))
@@ -87,6 +139,7 @@ class Replica:
 
 
 def _appears(folder: Path, patience_s: float) -> bool:
+    """Wait until a folder exists, for at most `patience_s` seconds. Return True if it does."""
     deadline = time.monotonic() + patience_s
     while not folder.exists():
         if time.monotonic() > deadline:
@@ -96,14 +149,25 @@ def _appears(folder: Path, patience_s: float) -> bool:
 
 
 class Queue:
-    """The units of a job, which replicas take one by one; those that an earlier start has finished are left out.
+    """The units of a job, which replicas take one by one. Units that an earlier start has finished are left out.
 
-    All ranks make one, and each iterates over the numbers of the units that its replica takes. The leader of the
-    replica calls `add` with what a unit has made. done: what an earlier start has done, or `take` has ended with.
+    Every rank has one. All ranks call `run`, or iterate over `take`.
+
+    store  The job's store.
+    done   The numbers of finished units: those of an earlier start, and those of each `take` that has ended.
+    bar    The job's progress bar.
     """
 
     def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
-        """expected: how many units, the first, are to be done by now. Raises UserError for other settings."""
+        """Begin the job's store on rank 0, or continue it. All ranks call it.
+
+        Raise UserError if the store is of other settings, or not visible to all replicas.
+
+        Args:
+            replica: this rank's replica.
+            record: the job's units and settings.
+            expected: number of units that are known to be needed. These are the first ones.
+        """
         self.replica, self._counts, self.store = replica, record.counts, record.output.store
         total, whole = sum(self._counts[:expected]), replica.whole
         if whole.rank == 0:
@@ -115,22 +179,38 @@ class Queue:
         self.bar = JobBar(total, record.unit, record.done, record.shows_bar)
 
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
-        """Those of some units that this replica is to do; it ends when all of them are done, on all replicas."""
+        """Yield the units that this replica is to do, of those given. End when all of these are done on all replicas.
+
+        All ranks iterate together.
+
+        Args:
+            numbers: numbers of units, in order.
+        """
         missing = [number for number in numbers if number not in self.done]
         yield from self.replica.take(missing, self._claim)
         self.replica.whole.gather_object(None)  # the bar goes on until all replicas are done
         self.done |= {*numbers}
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """All ranks say which units are still to be done, of those that may be."""
+        """Correct the job's size, for the progress bar and the store, once it is known which units are needed.
+
+        All ranks call it.
+
+        Args:
+            numbers: numbers of all units that are needed, besides those that are done.
+        """
         self.bar.total = sum(self._counts[number] for number in {*numbers, *self.done})
         if self.replica.whole.rank == 0:
             self.store.expect(self.bar.total)
 
     def run(self, units: Mapping[int, Callable[[], Made]]) -> None:
-        """Make and save those of some units that this replica is to do; all are done when it returns.
+        """Make and save the units that this replica is to do. Return when all units given are done on all replicas.
 
-        units: by number what makes a unit, on all ranks of a replica. What its leader returns is saved.
+        All ranks call it.
+
+        Args:
+            units: for each unit's number, the function that makes it, on all ranks of a replica. What it returns on the
+                leader is saved.
         """
         for number in self.take([*units]):
             made = units[number]()
@@ -138,7 +218,12 @@ class Queue:
                 self.add(number, made)
 
     def add(self, number: int, made: Made) -> None:
-        """Save what a unit has made, as `Store.add`. Raise OwnRankError where the disk is full or fails."""
+        """Save a unit's result in the store. Raise OwnRankError if the disk is full or fails.
+
+        Args:
+            number: number of the unit.
+            made: its arrays and rows, as of `Store.add`.
+        """
         with storage_faults(f"a file of {self.store.folder}"):
             self.store.add(number, made)
         self.bar.begin(0, 0)
@@ -146,20 +231,25 @@ class Queue:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The units of a job in the hidden folder of its results, beside all that the results depend on.
+    """The units of a job and the settings that its results depend on, with the store that keeps both."""
 
-    settings: what the results depend on, and holds, whether what lies elsewhere of a unit is still there as it was
-    written: both asked for on rank 0; counts: the items (`unit`) of each unit of work."""
-
-    output: OutputFolder
-    settings: Callable[[], dict[str, Any]]
-    counts: Sequence[int]
-    unit: str
+    output: OutputFolder  # the folder of results, whose hidden folder has the store
+    settings: Callable[[], dict[str, Any]]  # returns all settings that results depend on; called on rank 0
+    counts: Sequence[int]  # number of items in each unit
+    unit: str  # plural name of the items
+    # takes a unit's number, returns True if the files that it wrote outside the store are unchanged; called on rank 0
     holds: Callable[[int], bool]
-    shows_bar: bool
+    shows_bar: bool  # True to show progress bars
 
     def begin(self, total: int) -> None:
-        """Raises UserError for the first setting in which a job to go on with differs."""
+        """Begin the job's store, or continue that of an earlier start without its damaged units.
+
+        Print what is continued. Raise UserError, with the first setting that differs, if the store is of other
+        settings.
+
+        Args:
+            total: number of items that the job has as far as is known.
+        """
         store, settings = self.output.store, self.settings()
         header = store.header()
         found = first_difference(header["settings"], settings) if header is not None else None
@@ -175,7 +265,7 @@ class JobRecord:
             say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
 
     def _drop_what_is_gone(self) -> None:
-        """Remove the units of which something is damaged or gone, which are done again."""
+        """Remove units from the store that are damaged or not of this job, and say that they are done again."""
         store, known = self.output.store, range(len(self.counts))
         found = sorted(store.finished())
         order = reading_bar(self.shows_bar)(range(len(found)), "checking results")
@@ -186,5 +276,5 @@ class JobRecord:
             say(f"results of {len(lost)} finished batch(es) are damaged or gone: these are done again")
 
     def done(self) -> int:
-        """Return how many items are finished by now, on all replicas."""
+        """Return the number of items that are finished by now, on all replicas."""
         return sum(self.counts[number] for number in self.output.store.finished())
