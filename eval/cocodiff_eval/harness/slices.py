@@ -50,8 +50,8 @@ from cocodiff_eval.quality.hidden import Hidden, hide_beside
 from cocodiff_eval.quality.metrics import json_ready
 from cocodiff_eval.report.pictures import plan_pictures, shown_slices
 
-# Names of arrays that the store keeps beside a slice's results: `SliceReview.errors` of the first preset, and the encoded
-# picture for the report.
+# Names of arrays that the store keeps beside a slice's results: `SliceReview.errors` of the first preset, and the
+# encoded picture for the report.
 ERRORS = ".errors"
 PICTURE = ".picture"
 # Most denoising steps of a sample with hidden regions, relative to a sample of the result; one more tile is always
