@@ -216,7 +216,7 @@ class Restorer:
     """The model as it restores whole slices, tile by tile, with the engine of any mode."""
 
     inpainter: PipelineInpainter  # restores tiles
-    engines: Engines  # by mode, a preset or a candidate of `--quality`, its engine
+    engines: Engines  # the engine of each mode: of a preset, or a candidate of `--quality`
     batch: int  # most tiles in a call of the model
     strength: float  # noise level to start from, in (0, 1]
     replica: int  # number of this rank's replica

@@ -293,7 +293,7 @@ def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
 def same_bits(config: Config, exact: Config) -> bool:
     """Return True if a preset is exact and gives the same bits as the exact run.
 
-    It may then differ from it in routes alone, and in settings that only lossy modes use.
+    The preset may differ from `exact` in the routes of messages, and in settings that only lossy modes use.
 
     Args:
         config: the preset.

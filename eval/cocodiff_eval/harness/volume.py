@@ -56,7 +56,7 @@ HOPELESS_DB = 0.5  # lead of the other methods over the model after one sample, 
 class Volume:
     """The plan for a volume that is restored along other axes than z, or tested on hidden regions."""
 
-    axes: tuple[str, ...]  # axes along which slices may be restored
+    axes: tuple[str, ...]  # axes along which slices may be restored, of "z", "y" and "x"
     chosen: bool  # True if the test chooses among these axes; else all are used
     tested: bool  # True if the test on hidden regions is made
     # The mask as the user gave it, with the slices that are masked wholly: its counts, and a function that gives a
@@ -453,7 +453,7 @@ class Evidence:
         """Return the PSNR of each method in dB, from the best to the worst.
 
         The mean squared error of a method that restored only some voxels is scaled to all of them. The factor is the
-        mean squared error `simple_P` has at all voxels, divided by that at these voxels.
+        mean of squared `simple_P` at all voxels, divided by its mean at these voxels.
 
         Args:
             errors: errors of each method, [P]; NaN where it restored nothing.

@@ -349,7 +349,7 @@ class Trial(Work):
     """
 
     round: int  # number of the round
-    sample: int = 0  # number of the model's sample; 0 here
+    sample: int = 0  # number of the model's sample; 0 for methods without a model
 
     def run(self, queue: Queue) -> Made:
         """Restore the round's hidden voxels with each method, as `Work.run`.
