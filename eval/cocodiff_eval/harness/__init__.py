@@ -1,1 +1,1 @@
-"""The jobs: slices, volumes, sweeps, images, training."""
+"""The jobs on models: restoring slices and volumes, sweeps, generating images, training."""

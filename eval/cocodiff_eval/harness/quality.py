@@ -1,7 +1,10 @@
-"""`--quality`: what is asked for, the settings that it is found among, which of them is to be tried next, and what one
-is chosen for: a group of a job's items. `job.py` tries them, docs/inpainting.md tells users.
+"""The option `--quality`: the cheapest setting of the engine whose results stay within a bound on quality.
 
-What is tried follows from measured figures alone, so that all ranks and every start of a job decide alike.
+A setting is chosen for each group of a job's items, such as all slices under one mask. This file has the bound, the
+candidate settings, and the rule that names the next trial. `job.py` makes the trials. docs/inpainting.md is the page
+for users.
+
+The rule depends on measured figures alone. So all ranks decide the same, and a resumed job decides as before.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ if TYPE_CHECKING:
     from cocodiff.topology import Topology
     from cocodiff_eval.harness.items import Batch, Cost
 
-PRESET = "ahead"  # that the ladder's settings go on top of, unless another one is named
-USUAL_PRESET = "tapa"
-CODED, UNCODED = "coded", "uncoded"  # ladders, for links that are slow or of which nothing is known, and for quick ones
-CACHED = "cached"  # the ladder where a step cache is asked for, of which the bound chooses the threshold
+PRESET = "ahead"  # default preset with --quality; candidates change some of its settings
+USUAL_PRESET = "tapa"  # default preset without --quality
+# Keys of ladder.yaml, each a list of candidates: for links that are slow or of unknown speed; for links so fast that no
+# codec saves time; and for jobs with a step cache, whose threshold is chosen.
+CODED, UNCODED = "coded", "uncoded"
+CACHED = "cached"
 PRESET_OPTION = Option(
     "preset",
     f"how ranks exchange tokens: one or more presets, as A,B or A B (default: {USUAL_PRESET}; with quality {PRESET})",
@@ -42,28 +47,32 @@ BOUND_OPTIONS = (
     Option("quality_slices", "with quality: the first slices or images, which settings are tried on", 2, type=int),
     Option("quality_every", "with quality: every n-th slice or image is checked against the exact run", 20, type=int),
 )
+# Limits of a bound in dB: a loss lies below the first, a distance from the second to the third.
 MOST_LOSS_DB, LEAST_DISTANCE_DB, MOST_DISTANCE_DB = 5.0, 20.0, 200.0
-# Where as many slices as ENOUGH are checked, one more is worse than all of them in one of ten cases, whatever the
-# slices are: the order of 10 slices is as likely as any other. Of fewer, the worst has to be better by a margin. Where
-# the dB of slices lie normally around their mean with a standard deviation of 4 dB, the tenth part of them lies 1.28
-# deviations below it and the worst of two .56: 2.9 dB apart.
+# Number of checked slices from which on no margin is added. One more slice is then worse than all of them in one case
+# of ten, since every order of 10 exchangeable slices is equally likely.
 ENOUGH = 9
+# Margin of the bound if fewer are checked. Take slices that are normal with a standard deviation of 4 dB. One slice in
+# ten is worse than 1.28 deviations below the mean. The worst of two lies .56 below it on average: 2.9 dB apart.
 MARGIN_DB = 3.0
 
-Figures = Mapping[int, Mapping[int, float | None]]  # of each setting by its place, the figure of each slice
+# By a candidate's index and a slice's index in its group, the dB of that slice; None if it equals the exact run's.
+Figures = Mapping[int, Mapping[int, float | None]]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """against: "exact": the masked PSNR against the exact run is at least `db`; "truth": the PSNR against the truth is
-    at most `db` below that of the exact run."""
+    """A bound on what a faster exchange may change in a restored slice."""
 
-    db: float
-    against: Literal["exact", "truth"]
+    db: float  # least PSNR against the exact run, or largest loss of PSNR against the truth
+    against: Literal["exact", "truth"]  # "exact": `db` is that PSNR under the mask; "truth": it is that loss
 
     @classmethod
     def parse(cls, text: str) -> Bound:
-        """Raises UserError for what is no such figure."""
+        """Parse `--quality`: "50dB" is a PSNR against the exact run, "0.3dB" a loss against the truth.
+
+        Raise UserError for other text, and for figures that are neither below 5 dB nor from 20 to 200 dB.
+        """
         remedy = (
             f"give the least PSNR against the exact run, {LEAST_DISTANCE_DB:g} to {MOST_DISTANCE_DB:g} dB (50dB), or "
             f"the most that is lost against the truth, below {MOST_LOSS_DB:g} dB (0.3dB)"
@@ -83,71 +92,97 @@ class Bound:
 
     @property
     def told(self) -> str:
+        """The bound in words, for the user."""
         if self.against == "exact":
             return f"at least {self.db:g} dB against the exact run, a distance to that run and not to the truth"
         return f"at most {self.db:g} dB lost against the truth"
 
     @property
     def digits(self) -> int:
-        """Decimals that its figures are shown with."""
+        """The number of decimals with which figures in dB are shown."""
         return 1 if self.against == "exact" else 3
 
     def with_margin(self, margin_db: float) -> Bound:
-        """A stricter bound. A loss grows as the size of the errors does, of which 20 dB are a factor of 10."""
+        """Return the bound that is stricter by a margin in dB.
+
+        The margin is added to a PSNR. It divides a loss by 10 per 20 dB, since a loss grows with the size of errors.
+        """
         if self.against == "exact":
             return Bound(self.db + margin_db, "exact")
         return Bound(self.db * 10 ** (-margin_db / 20), "truth")
 
     def keeps(self, figure: float | None) -> bool:
-        """Return True if a slice keeps the bound. figure: in dB; None where every bit is that of the exact run."""
+        """Return True if a slice keeps the bound.
+
+        Args:
+            figure: PSNR or loss of the slice in dB, as `against` says; None if it equals the exact run bit for bit.
+        """
         if figure is None:
             return True
         return figure >= self.db if self.against == "exact" else figure <= self.db
 
     def worst(self, figures: Mapping[int, float | None]) -> tuple[int, float] | None:
-        """The slice that is nearest to breaking the bound, or breaks it most, and its figure; None without figures."""
+        """Return the slice that breaks the bound most, or is nearest to that, and its figure in dB.
+
+        Return None if all slices equal the exact run, or none is given.
+
+        Args:
+            figures: the figure of each slice, as `keeps` takes it.
+        """
         there = [(key, figure) for key, figure in figures.items() if figure is not None]
         return min(there, key=lambda one: one[1] if self.against == "exact" else -one[1], default=None)
 
 
 class Trial(NamedTuple):
-    """A setting, by its place on the ladder, and the slices that are to be restored with it and compared."""
+    """Slices that are to be restored with a candidate setting and compared with the exact run."""
 
-    candidate: int
-    slices: tuple[int, ...]
+    candidate: int  # index of the setting among the candidates
+    slices: tuple[int, ...]  # indices of the slices in their group
 
 
 @dataclass(frozen=True)
 class Slices:
-    """What one setting is chosen for. count: how many there are; calibration: those that settings are tried on;
-    checks: those that the chosen one has to prove itself on, calibration included."""
+    """The slices or images of a group, which all get the same setting, by their indices in the group."""
 
-    count: int
-    calibration: tuple[int, ...]
-    checks: tuple[int, ...]
+    count: int  # number of slices in the group
+    calibration: tuple[int, ...]  # slices on which candidates are tried
+    checks: tuple[int, ...]  # slices on which the chosen setting must keep the bound; includes `calibration`
 
     @classmethod
     def chosen(cls, count: int, first: int, every: int, compared: Sequence[int] = ()) -> Slices:
-        """The first ones to calibrate on; to check also every n-th, and those that are compared in any case."""
+        """Choose the slices of a group of `count` that settings are tried and checked on.
+
+        Args:
+            first: number of slices to try settings on: the first of the group.
+            every: every n-th slice is checked.
+            compared: slices that are checked besides, as the job compares them with the exact run in any case.
+        """
         calibration = range(min(first, count))
         return cls(count, tuple(calibration), tuple(sorted({*calibration, *range(0, count, every), *compared})))
 
     @property
     def margin_db(self) -> float:
+        """The margin in dB that a setting must keep beyond the bound: 0 if enough slices are checked."""
         return 0.0 if len(self.checks) >= min(ENOUGH, self.count) else MARGIN_DB
 
 
 def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) -> Trial | int:
-    """What is to be tried next, or the place of the setting that is taken.
+    """Return the next trial, or the index of the candidate that is chosen.
 
-    rungs: settings of the ladder, from the cheapest to the exact one, which is never tried. Bisection finds the
-    cheapest that keeps the bound, with its margin, on the slices of calibration; from there on the next one is taken
-    until all that are checked keep it.
+    Candidates are ordered from the cheapest to the exact one, which is never tried. Bisection finds the cheapest one
+    that keeps the bound with its margin on the calibration slices. From it on, each is tried on the checked slices
+    until one keeps the bound on all of them.
+
+    Args:
+        bound: the bound, without a margin.
+        slices: the slices of the group.
+        candidates: number of candidates.
+        figures: the figures that earlier trials have measured.
     """
     needed = bound.with_margin(slices.margin_db)
 
     def keeps(candidate: int, of: Sequence[int]) -> bool | None:
-        """None where a slice has not been restored with this setting."""
+        """Return True if a candidate keeps the bound on all slices `of`; None if one was not yet tried with it."""
         known = figures.get(candidate, {})
         return all(needed.keeps(known[one]) for one in of) if all(one in known for one in of) else None
 
@@ -169,21 +204,26 @@ def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) 
 
 @dataclass(frozen=True)
 class Quality:
-    """What `--quality` asks for. preset: as the run's results are named, settings: what flags say on top of it;
-    changes: what each setting of the ladder says besides, by its name, from the cheapest to the exact one; rungs: these
-    settings."""
+    """The request of `--quality`: a bound, and the candidate settings that it chooses among."""
 
     bound: Bound
-    slices: int
-    every: int
-    preset: str
-    settings: dict[str, Any]
-    changes: dict[str, dict[str, Any]]
-    candidates: dict[str, Config]
+    slices: int  # number of slices or images of a group on which candidates are tried
+    every: int  # every n-th slice or image is checked against the exact run
+    preset: str  # the preset that candidates are made of; results have its name
+    settings: dict[str, Any]  # settings of the engine that options give, applied on top of the preset
+    changes: dict[str, dict[str, Any]]  # by candidate, its further settings; from the cheapest to the exact candidate
+    candidates: dict[str, Config]  # by name, the complete settings; in the same order
 
     @classmethod
     def asked(cls, values: dict[str, Any]) -> Quality | None:
-        """None where no bound is asked for. Completes `preset` among the options' values. Raises UserError."""
+        """Return the request that options make; None without `--quality`.
+
+        Write the default preset to `values["preset"]` if none is given. Raise UserError if the options do not fit
+        together: several presets, no exact run, a preset that leaves tokens out, or an option that candidates set.
+
+        Args:
+            values: the options' values, by name.
+        """
         if values["preset"] is None:
             values["preset"] = [USUAL_PRESET if values["quality"] is None else PRESET]
         if values["quality"] is None:
@@ -211,15 +251,22 @@ class Quality:
         return asked._with(changes)
 
     def _with(self, changes: dict[str, dict[str, Any]]) -> Quality:
-        """With another ladder."""
+        """Return the request with other candidates, given by their names and further settings."""
         make = partial(engine_record().preset, self.preset, **self.settings)
         candidates = {name: make(**change) for name, change in changes.items()}
         assert [*candidates.values()][-1].exact, f"the last setting of the ladder is exact, on top of {self.preset} too"
         return replace(self, changes=changes, candidates=candidates)
 
     def for_links(self, topology: Topology, work: AttentionWork) -> Quality:
-        """With the settings for ranks that share a sequence, seated so: where no codec pays at the rates that the
-        machine file tells, those without one. work: of a model's heads."""
+        """Return the request with the candidates that suit the links between ranks that share a sequence.
+
+        Candidates without a codec are taken if no codec saves time at the rates in the machine file. The candidates
+        stay as they are if rates are missing, or if they are step caches.
+
+        Args:
+            topology: the places of these ranks.
+            work: the model's heads.
+        """
         if self.caches:
             return self
         from cocodiff.engine.assemble import with_codec_chosen
@@ -231,20 +278,25 @@ class Quality:
 
     @property
     def exact(self) -> str:
+        """The name of the exact candidate, which is the last."""
         return [*self.candidates][-1]
 
     @property
     def caches(self) -> bool:
-        """Whether it chooses among settings of a step cache, which do something on one rank too."""
+        """True if candidates differ in their step cache, which has an effect on a single rank too."""
         return any(config.step_cache != "none" for config in self.candidates.values())
 
     @property
     def presets(self) -> dict[str, Config]:
-        """As a job has them that knows of no ladder."""
+        """The presets for code that knows of no candidates: the preset's name with the cheapest candidate."""
         return {self.preset: next(iter(self.candidates.values()))}
 
     def line(self, unit: str) -> str:
-        """What is asked for, and how it is found."""
+        """Return the line that tells the user what is asked for, and how a setting is chosen.
+
+        Args:
+            unit: a plural noun for the items, such as "slices".
+        """
         if len(self.candidates) == 1:
             return f"quality {self.bound}: one rank alone sends nothing, so all {unit} are restored exactly"
         uncoded = not self.caches and all(config.codec == "none" for config in self.candidates.values())
@@ -255,13 +307,19 @@ class Quality:
         )
 
     def lasting(self) -> dict[str, Any]:
-        """What results depend on."""
+        """Return the parts of the request that results depend on, as plain data."""
         candidates = [{"name": name, **lasting(config)} for name, config in self.candidates.items()]
         return {"bound": str(self.bound), "slices": self.slices, "every": self.every, "rungs": candidates}
 
 
 def read_ladder(name: str = CODED) -> dict[str, dict[str, Any]]:
-    """What each setting of a shipped ladder says on top of a preset, by its name, from the cheapest to the exact."""
+    """Return the settings that each candidate of a shipped list adds to a preset, by the candidate's name.
+
+    The first is the cheapest and the last is exact.
+
+    Args:
+        name: a key of configs/quality/ladder.yaml: CODED, UNCODED or CACHED.
+    """
     candidates = read_yaml(find_shipped("ladder", "quality", "ladder"))[name]
     return {
         candidate["name"]: {key: value for key, value in candidate.items() if key != "name"} for candidate in candidates
@@ -269,43 +327,46 @@ def read_ladder(name: str = CODED) -> dict[str, dict[str, Any]]:
 
 
 class Figure(NamedTuple):
-    """What a trial showed of a slice. db: as `Bound.keeps` takes it; sent, whole: bytes, and what they would have been
-    with everything as it is; late: those of `sent` that attention did not wait for."""
+    """The measurements of one slice in a trial."""
 
-    db: float | None
-    sent: int
-    whole: int
-    late: int = 0
+    db: float | None  # as `Bound.keeps` takes it
+    sent: int  # bytes that were sent
+    whole: int  # bytes that would have been sent with all tokens and without a codec
+    late: int = 0  # bytes among `sent` that attention did not wait for
 
     @classmethod
     def of(cls, db: float | None, cost: Cost) -> Figure:
+        """Return the figure of a slice for its dB and what it cost; bytes of all link classes are added."""
         return cls(db, *(sum(of.values()) for of in (cost.bytes, cost.bytes_whole, cost.bytes_late)))
 
 
 @dataclass
 class Group:
-    """What one setting is chosen for: all slices under a mask, or all images. about: as lines name it; names: of the
-    slices that are checked, by their place; batches: of the job, with the places of their slices, those of no other
-    slices; places: of slices that are checked, by their tasks and indices; figures: what is known so far, by the place
-    of a setting and of a slice."""
+    """The items that one setting is chosen for: all slices under a mask, or all images.
 
-    about: str
-    slices: Slices
-    names: Mapping[int, str]
-    batches: Mapping[int, tuple[int, ...]]
-    places: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    figures: dict[int, dict[int, Figure]] = field(default_factory=dict)
-    candidate: int | None = None
+    A slice's place is its index in the group, 0 to `slices.count` - 1.
+    """
+
+    about: str  # the group's name in messages
+    slices: Slices  # the slices that settings are tried and checked on
+    names: Mapping[int, str]  # by place, the name of each checked slice
+    batches: Mapping[int, tuple[int, ...]]  # by the number of a batch, the places of its slices
+    places: Mapping[tuple[int, int], int] = field(default_factory=dict)  # by task and index, each checked slice's place
+    figures: dict[int, dict[int, Figure]] = field(default_factory=dict)  # by candidate and place, the results of trials
+    candidate: int | None = None  # index of the chosen setting; None until one is chosen
 
     def apart(self, task: int) -> list[set[int]]:
-        """Of a task the slices that settings are tried on, and those that are checked, for batches of their own."""
+        """Return two sets of slices of a task, as indices in it: those that settings are tried on, and those checked.
+
+        Slices of a set share batches only with each other, so that trials restore no further slices.
+        """
         checked = {place: index for (of, index), place in self.places.items() if of == task}
         return [
             {checked[one] for one in some if one in checked} for some in (self.slices.calibration, self.slices.checks)
         ]
 
     def take(self, batches: Sequence[Batch]) -> None:
-        """Finds its batches among those of the job."""
+        """Store in `batches` which of the job's batches consist of checked slices of this group."""
         self.batches = {
             number: tuple(self.places[batch.task, index] for index in batch.indices)
             for number, batch in enumerate(batches)
@@ -313,19 +374,21 @@ class Group:
         }
 
     def db(self, candidate: int) -> dict[int, float | None]:
+        """Return the dB of the slices that a candidate was tried on, by place; as `Bound.keeps` takes it."""
         return {place: figure.db for place, figure in self.figures.get(candidate, {}).items()}
 
     def next(self, quality: Quality) -> Trial | None:
-        """What is to be tried next; None, and `candidate` is set, when the setting is chosen."""
+        """Return the next trial. When the setting is chosen, store its index in `candidate` and return None."""
         found = next_trial(quality.bound, self.slices, len(quality.candidates), {r: self.db(r) for r in self.figures})
         self.candidate = None if isinstance(found, Trial) else found
         return found if isinstance(found, Trial) else None
 
     def batches_of(self, slices: Sequence[int]) -> list[int]:
+        """Return the numbers of the batches that hold no other slices than these, which are given by place."""
         return [number for number, of in self.batches.items() if {*of} <= {*slices}]
 
     def record(self, quality: Quality) -> dict[str, Any]:
-        """What was asked for, tried and taken: for run.yaml, metrics.json and the report."""
+        """Return what was asked for, tried and chosen, as plain data for run.yaml, metrics.json and the report."""
         names, taken, bound = [*quality.candidates], self.taken, quality.bound
         return {
             "of": self.about,
@@ -345,10 +408,12 @@ class Group:
 
     @property
     def taken(self) -> int:
+        """The index of the chosen setting. To be read only once one is chosen."""
         assert self.candidate is not None, "a setting is chosen"
         return self.candidate
 
     def _tried(self, candidate: int, name: str, bound: Bound) -> dict[str, Any]:
+        """Return what the trials of a candidate have measured, as plain data."""
         figures, worst = self.figures[candidate], bound.worst(self.db(candidate))
         sent, whole, late = (sum(of) for of in zip(*(figure[1:] for figure in figures.values()), strict=True))
         return {
@@ -364,10 +429,11 @@ class Group:
         }
 
     def _below(self, candidate: int, bound: Bound) -> list[str]:
+        """Return the names of the slices with which a candidate breaks the bound."""
         return [self.names[place] for place, db in sorted(self.db(candidate).items()) if not bound.keeps(db)]
 
     def line(self, quality: Quality, trial: Trial) -> str:
-        """What a trial has shown."""
+        """Return the line that tells the user the result of a trial."""
         tried = self._tried(trial.candidate, [*quality.candidates][trial.candidate], quality.bound)
         worst, margin = tried["worst_db"], self.slices.margin_db
         of = f"{tried['setting']} on {tried['slices']} of {self.slices.count}"
@@ -383,7 +449,7 @@ class Group:
         return f"{self.about}: {of} {verdict}: {told} ({tried['worst']}){share}"
 
     def taken_line(self, quality: Quality) -> str:
-        """Which setting is taken, and why."""
+        """Return the line that tells the user which setting is chosen, and why."""
         name, checked = [*quality.candidates][self.taken], len(self.figures.get(self.taken, {}))
         if self.slices.count == 0:
             told = "nothing is to be restored"

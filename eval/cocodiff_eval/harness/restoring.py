@@ -1,4 +1,7 @@
-"""Restores slices under a mask with tiles of a model, batch by batch, so that no stack need fit in memory."""
+"""The restoration of masked slices with a model that sees tiles of fixed size.
+
+Slices are restored batch by batch, so a stack need not fit in memory.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,35 @@ from cocodiff_eval.restore.tiling import plan_restoration
 if TYPE_CHECKING:
     from cocodiff_eval.harness.tasks import Task
 
-COUNTED = 9  # slices along an axis whose tiles are counted, to estimate those of all
-TESTED, MOST_TESTS = 4, 4  # samples of a slice for each one in which more is hidden, and these at most
-TOGETHER = 8  # slices in a batch: more make calls little cheaper, and leave replicas idle at the end of a stack
+COUNTED = 9  # number of slices along an axis whose tiles are counted, to estimate the tiles of all slices
+# For every 4 samples of a slice, one is added in which known voxels are hidden too, to calibrate intervals; at most 4.
+TESTED, MOST_TESTS = 4, 4
+TOGETHER = 8  # most slices in a batch; more save little time per call, and leave replicas idle at a stack's end
 
 
 def tiles_in_a_call(wanted: int | None, native: int) -> int:
-    """What limits them is the memory of large models. native: pixels of a tile's side."""
+    """Return the most tiles in one call of the model: 16 for a small one, 2 for a large one, whose memory is short.
+
+    Args:
+        wanted: the option `--batch`, which is returned if it is given.
+        native: side of a tile in pixels.
+    """
     return wanted or (16 if native <= SMALL_MODEL else 2)
 
 
 def slices_together(shape: Sequence[int], native: int, batch: int, frames: int, most: int = TOGETHER) -> int:
-    """How many slices [Y, X] share a model's calls: those of a video, or of a small model those whose tiles fit one."""
+    """Return the number of slices that share calls of the model.
+
+    It is the number of frames of a video model. It is 1 for a large image model. For a small one it is the number of
+    slices whose tiles fit in a call.
+
+    Args:
+        shape: [Y, X] of a slice.
+        native: side of a tile in pixels.
+        batch: most tiles in a call.
+        frames: most slices in a video; 1 for a model that makes images.
+        most: most slices that share calls of a small model.
+    """
     if frames > 1:
         return frames
     tiles = math.prod(-(-side // native) for side in shape)
@@ -47,8 +67,10 @@ def slices_together(shape: Sequence[int], native: int, batch: int, frames: int, 
 
 
 def frames_of(values: Mapping[str, Any], request: Request) -> int:
-    """Slices that the model restores as one video at most; 1 of a model that makes images. Raises UserError for frames
-    that are asked of one."""
+    """Return the most slices that the model restores as one video; 1 for a model that makes images.
+
+    Raise UserError if `--frames` is given for a model that makes images.
+    """
     asked = values.get("frames")
     if request.video is None:
         if asked is not None:
@@ -58,27 +80,33 @@ def frames_of(values: Mapping[str, Any], request: Request) -> int:
 
 
 def count_tests(values: Mapping[str, Any]) -> int:
-    """Return how many samples of a slice alone are drawn to learn its intervals, beside those of its result."""
+    """Return the number of samples of each slice that serve only to calibrate its intervals.
+
+    It is 0 for one sample, with a bound on quality, and if `--hidden_test` is given or refused. Volumes restored along
+    several axes have a test of their own instead.
+    """
     calibrates = values["samples"] > 1 and not values["quality"] and values["hidden_test"] is None
     return min(MOST_TESTS, max(1, values["samples"] // TESTED)) if calibrates else 0
 
 
 def count_tile_steps(tasks: Sequence[Task], values: Mapping[str, Any], native: int) -> int:
-    """Return about how many denoising steps a job's tiles take in each preset, those of tests included.
+    """Return an estimate of the denoising steps of all tiles of a job in each preset, tests included.
 
-    Tiles are counted in a few slices along each axis.
+    A tile that is restored in n steps counts n. Tiles are counted in a few slices along each axis.
 
     Args:
-        values: the job's options.
-        native: pixels of a tile's side.
+        tasks: the stacks and their masks.
+        values: the options' values, by name.
+        native: side of a tile in pixels.
     """
 
     def of_slice(task: Task, mask_YX: np.ndarray) -> int:
+        """Return the steps of all tiles of one slice in one sample."""
         plan = plan_restoration(mask_YX, native, 1, values["strength"], 8 if native <= SMALL_MODEL else None)
         return plan.tile_steps(task.steps)
 
     def of_axis(task: Task, read: Reader, axis: str, indices: Sequence[int]) -> float:
-        """Return the mean of some slices along an axis, which are read through those along z."""
+        """Return the mean steps of a slice along an axis, over some slices; they are cut from slices along z."""
         chosen = [indices[n] for n in np.unique(np.linspace(0, len(indices) - 1, COUNTED).astype(int))]
         if axis == "z":
             return float(np.mean([of_slice(task, read(n)) for n in chosen]))
@@ -103,15 +131,24 @@ def count_tile_steps(tasks: Sequence[Task], values: Mapping[str, Any], native: i
 
 
 def told_steps(tile_steps: int, steps: int) -> str:
-    """Return in words how much a job has for the model to do. tile_steps: as `count_tile_steps` gives them."""
+    """Return the number of tiles that a job restores, in words.
+
+    Args:
+        tile_steps: as `count_tile_steps` returns it.
+        steps: denoising steps of a tile.
+    """
     return f"about {-(-tile_steps // steps):,} tiles for the model, at {steps} steps"
 
 
 def inpainter_of(prepared: Prepared, model: Model, steps: int) -> PipelineInpainter:
-    """Return a model as what restores tiles.
+    """Return the inpainter that restores tiles with a job's model.
 
-    steps: those that run, also where a strength below 1 skips the first part of the schedule. Raise UserError for tiles
-    that the model would round, or has no positions for.
+    Raise UserError if the model would round the tile's side, or has no position embeddings for it.
+
+    Args:
+        prepared: the job, whose options say the tile's side, frames, strength and seed.
+        model: the loaded model.
+        steps: denoising steps that run. A strength below 1 skips the first steps of a longer schedule.
     """
     values, request = prepared.values, prepared.request
     side = values.get("tile") or (own_pixels(request) if request.video is not None else None)
@@ -132,9 +169,12 @@ def inpainter_of(prepared: Prepared, model: Model, steps: int) -> PipelineInpain
 
 
 def say_time(prepared: Prepared, tile_steps: int, transport: Any) -> None:
-    """Time a call of the model on this rank, and say how long a job takes by it.
+    """Time a call of the model on this rank, and print how long the whole job would take.
 
-    tile_steps: as `count_tile_steps` gives them
+    Args:
+        prepared: the job.
+        tile_steps: as `count_tile_steps` returns it.
+        transport: this rank's transport.
     """
     values, steps, replicas = prepared.values, prepared.values["steps"], prepared.partition.replicas
     model = load_requested(prepared.request, values["dtype"], transport)
@@ -151,11 +191,11 @@ def say_time(prepared: Prepared, tile_steps: int, transport: Any) -> None:
 
 
 def time_call(inpainter: PipelineInpainter, tiles: int) -> tuple[float, float]:
-    """Return the seconds that a call of the pipeline takes here for each tile, without its steps, and for each step.
+    """Time calls of the pipeline here. Return the seconds per tile outside of denoising steps, and per tile and step.
 
     Args:
         inpainter: the model.
-        tiles: number of tiles in the call.
+        tiles: number of tiles in a call.
     """
     import torch
 
@@ -163,7 +203,7 @@ def time_call(inpainter: PipelineInpainter, tiles: int) -> tuple[float, float]:
     masks_BHW, seconds = (images_BHW > 0.5).float(), list[float]()
     if inpainter.frames > 1:
         images_BHW, masks_BHW = images_BHW[None], masks_BHW[None]
-    for steps in (1, 1, 1 + more):  # the first call prepares what others find
+    for steps in (1, 1, 1 + more):  # the first call is not counted: it sets up what later ones reuse
         started = perf_counter()
         replace(inpainter, steps=steps)(images_BHW, masks_BHW, 1.0, range(len(images_BHW)))
         seconds.append(perf_counter() - started)
@@ -173,30 +213,40 @@ def time_call(inpainter: PipelineInpainter, tiles: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Restorer:
-    """Restores slices with the model's tiles, by an engine for each mode, as the replica of this number."""
+    """The model as it restores whole slices, tile by tile, with the engine of any mode."""
 
-    inpainter: PipelineInpainter
-    engines: Engines
-    batch: int
-    strength: float
-    replica: int
+    inpainter: PipelineInpainter  # restores tiles
+    engines: Engines  # the engine of each mode: of a preset, or a candidate of `--quality`
+    batch: int  # most tiles in a call of the model
+    strength: float  # noise level to start from, in (0, 1]
+    replica: int  # number of this rank's replica
 
     @classmethod
     def of(cls, session: Session, steps: int) -> Restorer:
-        """Make it of a job's session. steps, and what is raised: as of `inpainter_of`."""
+        """Return the restorer of a job. Raise UserError as `inpainter_of`.
+
+        Args:
+            session: the job on its ranks.
+            steps: denoising steps that run.
+        """
         values, inpainter = session.prepared.values, inpainter_of(session.prepared, session.model, steps)
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)
         return cls(inpainter, session.engines, batch, values["strength"], session.replica.number)
 
     def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
-        """Denoising steps of all tiles of these slices together, in one mode."""
+        """Return the denoising steps of all tiles of some slices in one mode, for the progress bar."""
         if self.inpainter.frames > 1 and masks_YX:  # a video's frames have one plan
             masks_YX = [np.logical_or.reduce(masks_YX)] * len(masks_YX)
         plans = [plan_slice(mask_YX, self.inpainter, self.batch, self.strength) for mask_YX in masks_YX]
         return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
 
     def together(self, rows_columns: Sequence[int], most: int = TOGETHER) -> int:
-        """As of `slices_together`."""
+        """Return the number of slices that share calls of the model, as `slices_together`.
+
+        Args:
+            rows_columns: [Y, X] of a slice.
+            most: most slices that share calls of a small model.
+        """
         return slices_together(rows_columns, self.inpainter.native_size, self.batch, self.inpainter.frames, most)
 
     def run(
@@ -207,7 +257,15 @@ class Restorer:
         limits: tuple[float, float],
         samples: Sequence[int] | None = None,
     ) -> list[ItemSamples]:
-        """Slices in one mode, on all ranks. limits: of voxels; samples: the number of each, 0 unless given."""
+        """Restore slices in one mode. All ranks of the replica call it. Return the sample and cost of each slice.
+
+        Args:
+            prepared_YX: normalised slices, filled under the mask.
+            masks_YX: boolean, True where to restore.
+            mode: a key of `engines`.
+            limits: smallest and largest value of restored voxels, normalised.
+            samples: for each slice the number of its sample, which selects the noise; 0 if not given.
+        """
         how: dict[str, Any] = {"batch": self.batch, "strength": self.strength, "samples": samples, "limits": limits}
         with measured(self.engines[mode]) as cost:
             restored = restore_slices(prepared_YX, masks_YX, self.inpainter, **how)
@@ -215,8 +273,18 @@ class Restorer:
         return [*map(ItemSamples, map(Moments.of, restored), cost.shares(len(restored)))]
 
     def draw(self, batch: Batch, seen: Sequence[SliceReview], mode: str, leads: bool, keeps: bool) -> list[ItemSamples]:
-        """The batch's samples of each slice in one mode, of which no more are in memory than share calls, unless each
-        is kept. leads: on ranks that judge none the result is empty."""
+        """Restore all samples of a batch in one mode. Return for each slice their mean, spread and cost.
+
+        All ranks of the replica call it. No more samples are in memory at once than share calls of the model, unless
+        each is kept. A slice in which too little is hidden gets no samples for calibration.
+
+        Args:
+            batch: the batch.
+            seen: its slices.
+            mode: a key of `engines`.
+            leads: False on ranks that judge no slices; they get an empty list.
+            keeps: True to keep each sample, in the input's dtype, besides mean and spread.
+        """
         moments: dict[tuple[int, bool], Moments] = {}
         costs: list[list[Cost]] = [[] for _ in seen]
         psnr_db: list[list[float | None]] = [[] for _ in seen]

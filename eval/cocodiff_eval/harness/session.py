@@ -1,6 +1,8 @@
-"""A job's request, checked; starting, loading, measuring and writing results, for all commands that run a model on
-ranks; the modes of a job: its presets, or the settings of a bound, and the exact run that they are compared with; and
-what results depend on."""
+"""The course of a job, for all commands that run a model on ranks: check, start, load, run, write the results.
+
+A mode is a name with settings of the engine under which items are made: a preset of the job, a candidate of
+`--quality`, or the exact run that the others are compared with.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from cocodiff.engine.engine import Engine
     from cocodiff_eval.harness.job import Job, JobResult
 
+# Modules that every rank needs. They are imported once, before ranks are forked.
 EVERY_RANK_IMPORTS = (
     "skimage.metrics",
     "skimage.restoration",
@@ -43,27 +46,27 @@ EVERY_RANK_IMPORTS = (
     "cocodiff.engine.engine",
     "cocodiff_eval.report.page",
 )
-DTYPES = ("auto", "fp32", "bf16", "fp16")
-FIRST = ("outcomes", "summary", "volumes", "images")  # what metrics.json begins with
-EXACT = "flat"  # the preset that others are judged against
-LOSSY = ("selection", "codec", "arrival", "step_cache")  # settings that give up exactness
-# What changes no bit of an exact run.
+DTYPES = ("auto", "fp32", "bf16", "fp16")  # choices of `--dtype`
+FIRST = ("outcomes", "summary", "volumes", "images")  # the keys that metrics.json begins with
+EXACT = "flat"  # the preset of the exact run
+LOSSY = ("selection", "codec", "arrival", "step_cache")  # settings that can make a run inexact
+# Settings that change no bit of an exact run.
 ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "messages", "check_messages")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked request: everything that can be known before ranks start. ranks: of all replicas; inputs: what results
-    depend on beside settings, as plain data."""
+    """A job that is checked but not started: all that is known before its ranks start."""
 
-    values: dict[str, Any]
-    ranks: int
-    request: Request
-    presets: dict[str, Config]
-    output: OutputFolder
+    values: dict[str, Any]  # the options' values, by name
+    ranks: int  # number of ranks, of all replicas together
+    request: Request  # the model and its prompts
+    presets: dict[str, Config]  # settings of the engine, by the names of presets
+    output: OutputFolder  # the folder of results
     started: float  # time.monotonic() when the command began
-    partition: Partition = field(default=Partition())
-    quality: Quality | None = None
+    partition: Partition = field(default=Partition())  # division of the ranks; one replica until `partitioned`
+    quality: Quality | None = None  # the bound of `--quality` and its candidates; None without one
+    # Gives the inputs that results depend on, besides settings, as plain data.
     inputs: Callable[[], dict[str, Any]] = dict
 
     @classmethod
@@ -76,7 +79,19 @@ class Prepared:
         quality: Quality | None = None,
         presets: dict[str, Config] | None = None,
     ) -> Prepared:
-        """presets: unless the options name them. Raises UserError for what does not fit; writes nothing."""
+        """Check a request against machine, model and folder of results, and return it. Nothing is written.
+
+        Raise UserError if the machine cannot have these ranks, the model cannot be used or the folder may not be
+        written. The ranks are not divided yet.
+
+        Args:
+            values: the options' values, by name.
+            ranks: number of all ranks.
+            request: the model and its prompts.
+            started: time.monotonic() when the command began.
+            quality: the bound on quality; None without one.
+            presets: the presets to run; None for those that options name, or for that of `quality`.
+        """
         presets = presets or (preset_configs(values) if quality is None else quality.presets)
         topology_of(values["machine"], ranks)
         check_model(request, 1, weights=not values["dry_run"])
@@ -85,7 +100,13 @@ class Prepared:
         return cls(values, ranks, request, presets, output, started, quality=quality)
 
     def partitioned(self, **work: Any) -> Prepared:
-        """With its ranks divided, and what follows in the presets. work: as of `partition_of`. Raises UserError."""
+        """Return the job with its ranks divided, and with the settings that follow from that in its presets.
+
+        Raise UserError if the ranks cannot be divided as options ask, or the model does not fit in memory.
+
+        Args:
+            work: arguments of `partition_of` on the amount of work: `images`, `batches` and others.
+        """
         request, ranks, quality = self.request, self.ranks, self.quality
         settings = [*(self.presets if quality is None else quality.candidates).values()]
         partition = partition_of(self.values, request, settings, ranks, compares=quality is None, **work)
@@ -97,7 +118,7 @@ class Prepared:
                 quality, candidates=with_weights(candidates, self.values, request, partition, ranks, **work)
             )
             if ranks == partition.replicas and not quality.caches:
-                # Nothing travels, and so nothing is to be chosen.
+                # Each replica is one rank, which sends nothing: only the exact candidate is left.
                 quality = replace(quality, candidates={quality.exact: quality.candidates[quality.exact]})
         presets = with_guidance(with_tokens(self.presets, self.values, request), partition, request)
         if quality is None:
@@ -106,10 +127,13 @@ class Prepared:
 
 
 class Engines(dict[str, "Engine"]):
-    """An engine for each of some modes, made when it is first asked for: it costs groups of ranks. All ranks of a
-    replica ask in the same order."""
+    """The engines of a job by mode, each made when it is first asked for, since it opens communicators.
+
+    All ranks of a replica must ask for modes in the same order.
+    """
 
     def __init__(self, modes: Mapping[str, Config], make: Callable[[Config], Engine]) -> None:
+        """Take the settings of each mode, and the function that makes an engine with such settings."""
         super().__init__()
         self.modes, self._make = modes, make
 
@@ -118,29 +142,28 @@ class Engines(dict[str, "Engine"]):
         return self[mode]
 
     def chosen(self) -> list[str]:
-        """What they have chosen by themselves, a line each."""
+        """Return a line for each engine that chose settings by itself, with what it chose."""
         return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.items() if engine.sequence.chosen]
 
 
 @dataclass(frozen=True)
 class Session:
-    """A job's model on its ranks, with an engine for each mode on the ranks of this replica. `exact` is the mode that
-    others are compared with; it may be one of the presets. `folder` takes results; None on ranks other than 0."""
+    """A job on its ranks, as one rank holds it: the loaded model, with an engine for each mode."""
 
-    prepared: Prepared
-    replica: Replica
+    prepared: Prepared  # the job's options, presets and partition
+    replica: Replica  # this rank's replica
     model: Model
-    engines: Engines
-    exact: str | None
-    folder: Path | None
+    engines: Engines  # engines on the ranks of this replica
+    exact: str | None  # the mode that others are compared with, which may be a preset; None to compare with none
+    folder: Path | None  # folder that results are written to; None on ranks other than 0
 
     @property
     def images(self) -> Path:
-        """The folder of images, on every rank that writes some."""
+        """The folder that images are written to, the same on every rank."""
         return self.prepared.output.partial / "images"
 
     def run(self, job: Job) -> None:
-        """Makes the job's results, completes and publishes them. All ranks call it."""
+        """Make the job's results, write them, and publish the folder. All ranks call it."""
         from cocodiff_eval.harness.job import Presets, Trials, run_batches
 
         prepared, quality = self.prepared, self.prepared.quality
@@ -149,6 +172,7 @@ class Session:
             way = Trials(job, quality, prepared.output.store)
 
         def settings() -> dict[str, Any]:
+            """Return all that the results depend on, as plain data."""
             return describe(prepared) | job.settings()
 
         shows_bar = self.folder is not None and not prepared.values["quiet"]
@@ -164,12 +188,19 @@ def start_job(
     given: Sequence[Any] = (),
     compared: dict[str, str] | None = None,
 ) -> int:
-    """Runs a job on its ranks, and returns the exit code of the command; nothing is started for a dry run, and where
-    the results are there.
+    """Run a job on its ranks and return the command's exit code.
 
-    job: a `Job`, as module:name, which every rank makes of its session and what is `given`; compared: what ranks must
-    agree on, beside the options. Raises UserError where a run that
-    has ended had other settings, or where files of its results are gone."""
+    Nothing is started in a dry run. With `--resume` nothing is started either if the results in the folder are
+    finished. Then raise UserError if they were made with other settings, or if files are missing.
+
+    Args:
+        prepared: the job.
+        launch: the launch of this process.
+        unit: a plural noun for the job's items, such as "slices".
+        job: class of the job as "module:name". Every rank calls it with its session and `given`.
+        given: further arguments of that class.
+        compared: values that must be equal on all ranks besides the options, by a name for errors.
+    """
     values, config = prepared.values, next(iter(prepared.presets.values()))
     if launch.speaks and prepared.quality is not None:
         say(prepared.quality.line(unit))
@@ -179,12 +210,13 @@ def start_job(
     if ended is not None:
         if launch.speaks:
             there = ended.settings or {}
-            chosen = {"sides": there["sides"]} if "sides" in there else {}  # by a model, of what was asked for
+            chosen = {"sides": there["sides"]} if "sides" in there else {}  # which the model decides, not the options
             prepared.output.confirm(first_difference(there, describe(prepared) | chosen))
             say(f"nothing is left to do: the results in {prepared.output.final} are finished, with the same settings")
         return 0
 
     def imports() -> None:
+        """Import what ranks need, before they are forked from this process."""
         if launch.speaks and not values["quiet"]:
             note("importing torch and diffusers")
         if launch.kind == "alone":
@@ -194,6 +226,7 @@ def start_job(
         imports()
 
     def work(transport: Any) -> None:
+        """Run the job on one rank."""
         session = open_session(prepared, transport)
         session.run(imported(job)(session, *given))
 
@@ -201,7 +234,12 @@ def start_job(
 
 
 def import_before_fork(request: Request, ranks: int | None = None) -> None:
-    """In the process that ranks are forked from. ranks: one alone shares nothing, and imports the rest when needed."""
+    """Import the model's pipeline and what every rank needs, in the process that ranks are forked from.
+
+    Args:
+        request: the model.
+        ranks: number of ranks, None if unknown. A single rank imports only the pipeline, and the rest when needed.
+    """
     import_pipeline(request)
     for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
         import_module(name)
@@ -211,7 +249,10 @@ def import_before_fork(request: Request, ranks: int | None = None) -> None:
 
 
 def describe(prepared: Prepared) -> dict[str, Any]:
-    """What the results of any job depend on. How many replicas there are is not in it."""
+    """Return all that a job's results depend on, as plain data.
+
+    The number of replicas is not among it, so a job can be resumed with another number of them.
+    """
     ranks, replicas = prepared.ranks, prepared.partition.replicas
     return {
         "cocodiff": __version__,
@@ -228,7 +269,11 @@ def describe(prepared: Prepared) -> dict[str, Any]:
 
 
 def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
-    """The modes to run (of a bound its settings), and the exact one: one that gives its bits, or one mode more."""
+    """Return the settings of each mode of a job, and the name of the exact mode.
+
+    The modes are the presets, or the candidates of `--quality`. The exact mode is the first preset that gives the exact
+    run's bits. If there is none, a mode "exact" is added. With `--no_exact` the name is None.
+    """
     if prepared.quality is not None:
         return dict(prepared.quality.candidates), prepared.quality.exact
     if not prepared.values["exact"]:
@@ -246,7 +291,14 @@ def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
 
 
 def same_bits(config: Config, exact: Config) -> bool:
-    """Whether an exact config differs from another in routes alone, and in settings that do nothing with all tokens."""
+    """Return True if a preset is exact and gives the same bits as the exact run.
+
+    The preset may differ from `exact` in the routes of messages, and in settings that only lossy modes use.
+
+    Args:
+        config: the preset.
+        exact: settings of the exact run.
+    """
     if not config.exact:
         return False
     of_lossy = {name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in LOSSY}
@@ -258,19 +310,33 @@ def same_bits(config: Config, exact: Config) -> bool:
 
 
 def load_requested(request: Request, dtype: str, transport: Any, split: Any = None) -> Model:
-    """A model in one of DTYPES. All ranks call it. split: see `load_model`."""
+    """Load a job's model on every rank. All ranks call it.
+
+    Args:
+        request: the model.
+        dtype: one of DTYPES; "auto" is fp32 on a CPU and bf16 on other devices.
+        transport: this rank's transport.
+        split: splits the weights among ranks, as for `load_model`; None to keep all on each.
+    """
     if dtype == "auto":
         dtype = "fp32" if transport.device.type == "cpu" else "bf16"
     return load_model(request, dtype, transport, split)
 
 
 def open_session(prepared: Prepared, transport: Any) -> Session:
-    """The model, its engines and the folder of results; returns when all ranks are ready."""
+    """Load the model, make the engines and open the folder of results. All ranks call it.
+
+    Return the session when all ranks are ready. Candidates of `--quality` get their engines later, when they are tried.
+
+    Args:
+        prepared: the job, with its ranks divided.
+        transport: this rank's transport among all ranks.
+    """
     from cocodiff.engine.engine import Engine
     from cocodiff.engine.guidance import PARTS
     from cocodiff.kernels.device import set_repeatable
 
-    # Alone, the process that ranks are forked from does so, when none of them writes any more.
+    # Forked ranks leave this to the process that they are forked from, which waits until none of them writes.
     if detect().kind != "alone":
         transport.health.when_lost(lambda error: prepared.output.discard())
     replica = Replica(transport, prepared.values["machine"], prepared.partition.replicas)
@@ -278,13 +344,13 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
         note(f"loading the model: {prepared.request.model}")
     modes, exact = with_exact(prepared)
     wanted = {config.split for config in modes.values()}
-    alike = wanted.pop() if len(wanted) == 1 else None  # else each engine splits and joins them for itself
+    alike = wanted.pop() if len(wanted) == 1 else None  # else each engine splits weights and joins them again
     parts = PARTS if any(config.guidance_parallel == PARTS for config in modes.values()) else 1
-    set_repeatable(transport.device, all(config.deterministic for config in modes.values()))  # for encoders as well
+    set_repeatable(transport.device, all(config.deterministic for config in modes.values()))  # also for text encoders
     split = None if alike is None else replica.splits_weights(alike, parts)
     model = load_requested(prepared.request, prepared.values["dtype"], transport, split)
     engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
-    if prepared.quality is None:  # else those of the settings that are tried
+    if prepared.quality is None:  # candidates of a bound get engines when they are tried
         _ = [engines[mode] for mode in modes]
     folder = prepared.output.open() if transport.rank == 0 else None
     transport.broadcast_object(None)  # all ranks have their model
@@ -298,11 +364,15 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
 def finish(
     session: Session, done: JobResult, records: Mapping[str, Any] | None = None, told: str = "", **report: Any
 ) -> None:
-    """Writes results, publishes the folder and prints the table; all ranks call it, and nobody leaves before.
+    """Write the results, publish the folder and print the table. All ranks call it, and return when that is done.
 
-    records: more of metrics.json: `outcomes` of `Outcome`, `inputs` by `Task.record`, `volumes` by
-    `HiddenRegionReport.record`, `jumps` by `judging.jumps`; told: in the table's place; report: arguments of
-    `cocodiff_eval.report.page.write_report`.
+    Args:
+        session: the job on this rank.
+        done: the items that were made.
+        records: further parts of metrics.json: `outcomes` (of `Outcome`), `inputs` (`Task.record`), `volumes`
+            (`HiddenRegionReport.record`), `jumps` (`judging.jumps`).
+        told: text that is printed in place of the table, if any.
+        report: further arguments of `cocodiff_eval.report.page.write_report`.
     """
     transport = session.replica.whole
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
@@ -312,8 +382,8 @@ def finish(
         records = {
             **(records or {}),
             "devices": sorted({*chain(*(tried for _, tried in told_by))}),
-        }  # replicas may have different ones
-        # settings that were tried by some replicas alone have no engine on others
+        }  # replicas may have different devices
+        # A candidate that only some replicas tried has no engine on the ranks of others.
         of_ranks = {mode: [of[mode] for of, _ in told_by if mode in of] for mode in session.engines.modes}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
         _write_results(session, session.folder, done, records, told, report)
@@ -323,13 +393,14 @@ def finish(
 def _write_results(
     session: Session, folder: Path, done: JobResult, records: Mapping[str, Any], told: str, report: dict[str, Any]
 ) -> None:
+    """Write metrics.json, run.yaml and the report, publish the folder, and print the table, on rank 0; as `finish`."""
     from cocodiff_eval.quality.metrics import metrics_document
     from cocodiff_eval.report.page import write_report
     from cocodiff_eval.report.tables import terminal_table
 
     values, ranks = session.prepared.values, session.prepared.ranks
     document = metrics_document(values, ranks, [row for *_, row in done.rows])
-    # What torch.compile did on this rank, a line each.
+    # A line for each mode on what torch.compile did on this rank.
     compiled = [f"{mode}: {engine.compiled}" for mode, engine in session.engines.items() if engine.compiled]
     more = ("quality", done.bounds), *records.items(), ("compiled", compiled)
     document |= {name: said for name, said in more if said}

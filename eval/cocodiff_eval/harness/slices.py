@@ -1,4 +1,4 @@
-"""The job of `inpaint`: slices of stacks under masks, restored and written in the input's format."""
+"""The job of `inpaint`: masked slices of stacks are restored and written in the input's format."""
 
 from __future__ import annotations
 
@@ -50,17 +50,28 @@ from cocodiff_eval.quality.hidden import Hidden, hide_beside
 from cocodiff_eval.quality.metrics import json_ready
 from cocodiff_eval.report.pictures import plan_pictures, shown_slices
 
-ERRORS = ".errors"  # the name of the errors at hidden voxels, in the first preset, beside a slice's results
-PICTURE = ".picture"  # the name of what the report shows of a slice, beside its results
-TILES = 1.25  # times as many has such a sample at most, but one more in any case
+# Names of arrays that the store keeps beside a slice's results: `SliceReview.errors` of the first preset, and the
+# encoded picture for the report.
+ERRORS = ".errors"
+PICTURE = ".picture"
+# Most denoising steps of a sample with hidden regions, relative to a sample of the result; one more tile is always
+# allowed.
+TILES = 1.25
 
 
 class SliceJob(Job):
-    """The slices of stacks under masks, several of them in a batch."""
+    """The restoration of all masked slices of a job's tasks, in batches of several slices.
 
-    together = TOGETHER
+    A task whose stack is a volume may be restored along several axes first; its batches then only fuse the results.
+    """
+
+    together = TOGETHER  # most slices that share calls of the model
 
     def __init__(self, session: Session, tasks: Sequence[Task]) -> None:
+        """Divide the slices of all tasks into batches. All ranks call it.
+
+        Rank 0 chooses the hidden regions of volumes, for which it reads them, and prints the number of tiles.
+        """
         values, quality = session.prepared.values, session.prepared.quality
         self.session, self.tasks = session, tasks
         self.presets, self.samples = list(session.prepared.presets), values["samples"]
@@ -94,7 +105,7 @@ class SliceJob(Job):
         self._seen = lru_cache(1)(self._read)
 
     def begin(self, first: bool) -> None:
-        """Say where the disk may be too small for the results."""
+        """Print a warning if the disk may be too small for the results. `first` is True on rank 0."""
         output = self.session.prepared.output
         if not first:
             return
@@ -108,15 +119,20 @@ class SliceJob(Job):
             )
 
     def _result_files(self, number: int, done: JobResult | None = None) -> dict[str, ResultFile]:
-        """Return the files of a task by name. done: the finished job whose results they hold; before, none is read.
+        """Return the result files of a task, by name.
 
-        A slice without masked voxels is its own restoration, without any deviation.
+        A slice without masked voxels is copied from the input. Its spread and intervals are 0.
+
+        Args:
+            number: the task's index.
+            done: the finished job, from which slices are read; None to learn names and dtypes alone.
         """
         task, volume = self.tasks[number], self.volumes.of.get(number)
         bounds = BOUNDS if (self.tests if volume is None else volume.hidden) else ()
         further = [*bounds, *(kept_samples(self.samples) if self.keeps else ())]
 
         def read(name: str, index: int) -> np.ndarray:
+            """Return a slice of a file."""
             assert done is not None, "nothing is there before"
             if task.mask.masked[index]:
                 return done.read(number, index, name)
@@ -127,7 +143,12 @@ class SliceJob(Job):
         return result_files(task, self.presets, read, self.samples, further)
 
     def _provenance(self, task: int, configs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
-        """How a task's results of each preset are made, for the files' own metadata: plain data."""
+        """Return, by preset, how a task's results were made, as plain data for the files' metadata.
+
+        Args:
+            task: the task's index.
+            configs: settings of the engine by preset.
+        """
         names = ("model", "steps", "strength", "seed", "prompt", "guidance", "dtype", "samples", "quality")
         values = self.session.prepared.values
         settings = {"version": __version__} | {name: values[name] for name in names if values.get(name) is not None}
@@ -138,10 +159,12 @@ class SliceJob(Job):
         return {preset: json_ready(of_preset, otherwise=str) for preset, of_preset in told.items()}
 
     def watched(self, advance: Callable[[int], None]) -> None:
+        """Have `advance` called after each denoising step, with the number of slices in the model's call."""
         for restorer in self.restorers.values():
             restorer.inpainter.on_step = advance
 
     def steps(self, batch: Batch) -> int:
+        """Return the denoising steps of all tiles of a batch in one mode; 0 for batches that are only fused."""
         if batch.task in self.volumes.of:
             return 0
         masks = [
@@ -153,7 +176,7 @@ class SliceJob(Job):
         return self.restorers[self.tasks[batch.task].steps].tile_steps(masks)
 
     def _read(self, batch: Batch) -> list[SliceReview]:
-        """The slices of a batch, of which those of the last one are remembered."""
+        """Read the slices of a batch, and choose their hidden regions. Callers use `_seen`, which caches one batch."""
         task, found = self.tasks[batch.task], []
         for index in batch.indices:
             pair = task.stack.read(index), task.mask.read(index)
@@ -161,7 +184,11 @@ class SliceJob(Job):
         return found
 
     def _hidden_beside(self, batch: Batch, original_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray | None:
-        """What is hidden of a slice besides its mask, on all ranks alike; None where it has no intervals of its own."""
+        """Return the known voxels of a slice that are hidden to calibrate its intervals, boolean [Y, X].
+
+        They are the same on all ranks. Return None if the slice is not calibrated by itself. Nothing is hidden in a
+        slice that is masked wholly. Regions that would need too many more tiles are left out.
+        """
         if not self.tests or batch.task in self.volumes.of:
             return None
         if mask_YX.all():
@@ -173,6 +200,10 @@ class SliceJob(Job):
         return hide_beside(original_YX, mask_YX, seed, lambda unknown_YX: restorer.tile_steps([unknown_YX]) <= most)
 
     def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
+        """Return the samples of each slice of a batch with each of `settings`; no slices on ranks that do not judge.
+
+        All ranks of a replica call it.
+        """
         leads, volume = self.session.replica.leads, self.volumes.of.get(batch.task)
         if volume is not None:
             slices = self._seen(batch) if leads else []
@@ -181,6 +212,14 @@ class SliceJob(Job):
         return {one: restorer.draw(batch, self._seen(batch), one, leads, self.keeps) for one in settings}
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
+        """Return a slice's rows of metrics.json and the arrays that are kept of it.
+
+        Args:
+            batch: the slice's batch.
+            place: index of the slice in the batch.
+            drawn: its samples in each mode.
+            exact: the mode that others are compared with; None to compare with none.
+        """
         volume, seen = self.volumes.of.get(batch.task), self._seen(batch)[place]
         of_volume = None if volume is None else volume.intervals(batch.indices[place])
         found = {mode: of_volume or seen.intervals(drawn[mode].tested) for mode in self.presets}
@@ -196,9 +235,22 @@ class SliceJob(Job):
         return replace(judged, arrays={**judged.arrays, PICTURE: np.frombuffer(text.encode(), np.uint8)})
 
     def groups(self, quality: Quality) -> dict[int, Group]:
+        """Return by task the group of slices that a bound chooses one setting for: all slices under a mask."""
         return self._groups
 
     def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
+        """Return a slice's figure in dB for a bound: PSNR against the exact run, or the loss of PSNR against the truth.
+
+        Return None for equal results, unless it is a loss against a known truth, which is then 0. If the truth is
+        unknown and results differ, return MOST_DISTANCE_DB.
+
+        Args:
+            bound: the bound, whose `against` says which figure.
+            batch: the slice's batch.
+            place: index of the slice in the batch.
+            exact: its samples in the exact mode.
+            one: its samples with the setting that is tried.
+        """
         seen = self._seen(batch)[place]
         if bound.against == "exact":
             return seen.psnr_vs_exact_db(exact, one)
@@ -206,10 +258,10 @@ class SliceJob(Job):
         if before is not None and after is not None:
             return before - after
         same = seen.psnr_vs_exact_db(exact, one) is None
-        return None if same else MOST_DISTANCE_DB  # nothing shows what is lost, so it counts as all
+        return None if same else MOST_DISTANCE_DB  # the loss is unknown, so the bound counts as broken
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Writes results in their own format. Returns what `session.finish` takes besides the rows."""
+        """Write the results in their format, on rank 0. Return the arguments of `session.finish` besides the rows."""
         values, images = self.session.prepared.values, self.session.images
         progress, found = reading_bar(not values["quiet"]), []
         files_of = [self._result_files(number, done) for number in range(len(self.tasks))]
@@ -244,7 +296,7 @@ class SliceJob(Job):
         }
 
     def _outcome(self, number: int, done: JobResult) -> Outcome:
-        """Return whether a task's results are better than methods without a model, or why that is unknown."""
+        """Return the outcome of a task: whether its results beat methods without a model, or why that is unknown."""
         task, volume = self.tasks[number], self.volumes.of.get(number)
         if volume is not None and volume.volume.tested:
             return volume.verdict.outcome
@@ -258,7 +310,10 @@ class SliceJob(Job):
     def _pictures(
         self, done: JobResult, files_of: Sequence[Mapping[str, ResultFile]], progress: Progress
     ) -> Iterator[str]:
-        """Yield the texts of all slices that the report shows, made of their results unless they are kept."""
+        """Yield the encoded picture of each slice that the report shows, in order.
+
+        Pictures come from the store. Those of slices that were not planned are made from the results.
+        """
         found = slices_of_report(self.plan, done.rows)
         for place in progress(range(len(found)), "writing the report"):
             number, index = found[place]
@@ -272,7 +327,14 @@ class SliceJob(Job):
 
 
 def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, tuple[Hidden, ...]]:
-    """Of each volume that is tested what is hidden in each round; none where nothing can be."""
+    """Return by task the hidden regions of each volume that is tested, one `Hidden` a round.
+
+    A volume in which nothing can be hidden has no rounds. Each volume and its mask are read once.
+
+    Args:
+        tasks: the tasks of the job.
+        values: the options' values; `samples` and `seed` are used.
+    """
     return {
         number: task.volume.regions(task.stack.read, values["samples"], values["seed"])
         for number, task in enumerate(tasks)
@@ -281,8 +343,15 @@ def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, t
 
 
 def groups_of_masks(quality: Quality, tasks: Sequence[Task], exact_slices: int) -> dict[int, Group]:
-    """For each task the group of the slices under its mask, in all stacks in their order, without batches so far. What
-    is compared with the exact run in any case is checked as well."""
+    """Return by task the group of its slices, for which a bound chooses one setting.
+
+    A group has the slices under one mask, of all stacks in order. Its batches are filled in later (`Group.take`).
+
+    Args:
+        quality: the bound and its candidates.
+        tasks: the tasks of the job.
+        exact_slices: number of slices of a task that are compared with the exact run in any case; they are checked too.
+    """
     of_masks = by_key((task.mask.name, number) for number, task in enumerate(tasks))
     found: dict[int, Group] = {}
     for mask, numbers in of_masks.items():

@@ -1,5 +1,7 @@
-"""The job of a sweep: slices as `inpaint` restores them, in every point of a grid at each number of steps. Figures are
-kept, and no slices: a line of results.jsonl for each run."""
+"""The job of `sweep`: slices are restored as by `inpaint`, with each point of a grid and each number of steps.
+
+A point is a named set of settings of the engine. Restored slices are not kept. Each run is a line of results.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import matplotlib.figure  # noqa: F401  at the start: the picture comes last, where it would fail after hours
+import matplotlib.figure  # noqa: F401  imported at the start, so that its absence is not found after hours
 
 from cocodiff_eval.harness.grid import Grid
 from cocodiff_eval.harness.items import Batch, ItemSamples
@@ -22,31 +24,43 @@ from cocodiff_eval.report.sweeps import LINES, PARETO, save_pareto, summarise, t
 
 
 class SweepJob(SliceJob):
-    """tasks: each stack and mask once for every number of steps. A slice has its calls to itself, so that seconds are
-    its own, and all points of it follow each other: a machine that gets slower with time does so for all of them."""
+    """The restoration of slices with every point of a sweep, for figures alone.
+
+    Slices share no calls of the model, so that measured seconds are those of one slice. All points of a slice follow
+    each other, so that a machine that slows down with time does so for all of them.
+    """
 
     together = 1
 
     def __init__(self, session: Session, tasks: Sequence[Task], grid: Grid) -> None:
+        """Take the work of a sweep.
+
+        Args:
+            session: the job on its ranks.
+            tasks: each stack and mask, once for every number of steps.
+            grid: the points and numbers of steps.
+        """
         super().__init__(session, tasks)
-        self.grid, self.plan = grid, replace(self.plan, shown=(frozenset(),) * len(tasks))  # figures alone
+        self.grid, self.plan = grid, replace(self.plan, shown=(frozenset(),) * len(tasks))  # no pictures
 
     def begin(self, first: bool) -> None:
-        """A short run in every preset, so that no figure pays for first allocations and connections."""
+        """Run one step in every preset, so that no measurement includes first allocations and connections."""
         own, self.restorers = self.restorers, dict.fromkeys(self.restorers, Restorer.of(self.session, 1))
         for batch in self.batches[:1]:
             self.make(self.presets, batch)
         self.restorers = own
 
     def _mode(self, point: str, steps: int) -> str:
-        """What rows of metrics.json call a point at a number of steps."""
+        """Return the name of a point at a number of steps, as in rows of metrics.json."""
         return f"{point}, {steps} steps" if len(self.grid.steps) > 1 else point
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
+        """Return the rows of a slice, as `SliceJob.judge`, under the names of points. No arrays are kept."""
         steps, rows = self.tasks[batch.task].steps, super().judge(batch, place, drawn, exact).rows
         return ItemResult([row | {"mode": self._mode(row["mode"], steps)} for row in rows])
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Return a line on each point of a finished batch: PSNR and seconds."""
         of_points = [row for row in rows if row["mode"] != self.session.exact]
         shown = ["" if row["psnr_db"] is None else f" {row['psnr_db']:.2f} dB," for row in of_points]
         return "\n".join(
@@ -55,7 +69,7 @@ class SweepJob(SliceJob):
         )
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Writes the lines and their picture."""
+        """Write results.jsonl and its picture. Return the arguments of `session.finish` besides the rows."""
         folder, once = self.session.prepared.output.partial, self.tasks[:: len(self.grid.steps)]
         lines = json_ready([*self._lines(done)])
         (folder / LINES).write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
@@ -71,10 +85,16 @@ class SweepJob(SliceJob):
         }
 
     def _lines(self, done: JobResult) -> Iterator[dict[str, Any]]:
-        """`bytes` are of q, k, v and o; `bytes_whole` what they would have been with all tokens as they are;
-        `bytes_late` those that no call of attention waited for, where `arrival` is not now; `codec` is what travels in
-        their place: full, v_major, or a codec. `psnr_vs_exact_db` is null where every bit is the exact run's; `exact`
-        is that run's own quality, seconds and bytes; `drift` is `Engine.drift_profile()` of this run alone."""
+        """Yield the lines of results.jsonl: one for each point, slice, mask and number of steps.
+
+        - `bytes`: bytes sent for q, k, v and o, by link class.
+        - `bytes_whole`: bytes that all tokens without a codec would have taken.
+        - `bytes_late`: bytes that no attention call waited for; only if `arrival` is not `now`.
+        - `coding`: what is sent: "full", "v_major", or a codec's name.
+        - `psnr_vs_exact_db`: PSNR under the mask against the exact run; null if all bits are equal.
+        - `exact`: quality, seconds and bytes of the exact run.
+        - `drift`: `Engine.drift_profile()` of this run.
+        """
         found: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
         for task, index, row in done.rows:
             found.setdefault((task, index), {})[row["mode"]] = row
@@ -99,5 +119,5 @@ class SweepJob(SliceJob):
 
 
 def of_run(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line says of a run and of the exact one alike: quality, seconds and bytes."""
+    """Return the quality, seconds and bytes of a run from its row of metrics.json."""
     return {name: value for name, value in row.items() if name in OF_RUN}

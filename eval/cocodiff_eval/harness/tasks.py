@@ -1,4 +1,4 @@
-"""The work of a job: stacks and their masks, and the files that their results go to."""
+"""The tasks of a job: stacks of slices with their masks, and the files that their results are written to."""
 
 from __future__ import annotations
 
@@ -19,26 +19,33 @@ from cocodiff_eval.data.slices import unique_names
 from cocodiff_eval.data.volume import NewVolume, Progress, Reader, Stack
 from cocodiff_eval.harness.volume import Volume
 
-SHOWN = 12  # numbers of slices in a line
-BOUNDS = ("_low_90", "_high_90")  # added to a preset's name: the ends of intervals that hold 90 % of the truth
-SPREAD = "_spread"  # added to a preset's name: the standard deviation of samples
+SHOWN = 12  # most numbers of slices that a message lists
+BOUNDS = ("_low_90", "_high_90")  # added to a preset's name: files of both ends of the 90 % intervals
+SPREAD = "_spread"  # added to a preset's name: file of the standard deviation of samples
 BESIDE = (*BOUNDS, SPREAD)  # endings of files that are 0 outside the mask
-MASK = "mask"  # in the place of a preset, in the name of a mask's file
-LONGEST_STEM = 210  # bytes; file systems take names of 255, with the slice, the preset and the suffix
+MASK = "mask"  # takes the place of the preset in the name of a mask's file
+# Most bytes of a stack's and a mask's name together. Slice, preset and suffix are added, and file systems take 255.
+LONGEST_STEM = 210
 
 
 @dataclass(frozen=True)
 class FileNames:
-    """The names of a stack and a mask in those of result files; no two tasks of a run are called the same."""
+    """The names of a task's result files, in which the names of its stack and mask are unique in a run."""
 
     stack: str
     mask: str
 
     def result(self, preset: str, suffix: str = ".tif") -> str:
+        """Return the name of the file of a preset's results; `preset` may have an ending such as SPREAD."""
         return f"{self.stack}_{self.mask}_{preset}{suffix}"
 
     def preview(self, place: str, preset: str) -> str:
-        """place: `[3]` of a stack's slice, nothing of a single one."""
+        """Return the name of the PNG preview of a slice.
+
+        Args:
+            place: "[3]" for slice 3 of a stack; empty for a single slice.
+            preset: the preset's name.
+        """
         return f"{self.stack}{place}_{self.mask}_{preset}.png"
 
 
@@ -57,12 +64,19 @@ class Task:
 
     @property
     def left(self) -> list[int]:
-        """The numbers of the slices that are masked wholly, and so left as they are."""
+        """The numbers of the slices that are masked wholly, which stay as they are; counted as in the input."""
         return [self.stack.numbers[index] for index in sorted(self.mask.full)]
 
     def record(self) -> dict[str, Any]:
-        """For metrics.json and the report. slices: the first and the one after the last; beyond: voxels outside the
-        range; remarks: on the mask."""
+        """Return the task's entry in `inputs` of metrics.json.
+
+        - `slices`: numbers of the first slice and of the one after the last; None for a single slice.
+        - `range`: the intensities that are normalised to 0 and 1.
+        - `extremes`: smallest and largest known intensity.
+        - `beyond`: number of known voxels outside the range.
+        - `wholly_masked`: numbers of slices that are masked wholly.
+        - `remarks`: lines on the mask.
+        """
         numbers, scale = self.stack.numbers, self.scale
         return {
             "name": self.stack.name,
@@ -76,7 +90,7 @@ class Task:
         }
 
     def remarks(self) -> list[str]:
-        """What the user has to know of the input before it is restored."""
+        """Return lines that tell the user what is unusual about the input and its mask."""
         scale, kept, found = self.scale, self.stack.metadata, list[str]()
         if self.left:
             shown = ", ".join(map(str, self.left[:SHOWN])) + (", ..." if len(self.left) > SHOWN else "")
@@ -105,7 +119,14 @@ class Task:
 
 
 def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the results depend on beside the settings of the command."""
+    """Return the inputs and options that results of slices depend on, besides presets and steps, as plain data.
+
+    All voxels are read once, for their checksums.
+
+    Args:
+        tasks: the tasks of the job.
+        values: the options' values, by name.
+    """
     described = {name: values[name] for name in ("samples", "exact_slices")} | {"inputs": described_inputs(tasks)}
     if values["samples"] > 1 or values["keep_samples"] or any(task.volume is not None for task in tasks):
         described |= {name: values[name] for name in ("axes", "hidden_test", "keep_samples")}
@@ -114,8 +135,14 @@ def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[st
 
 
 def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
-    """Names for the files of each stack and mask of a run: their own; numbered where `a` + `b_c` and `a_b` + `c` would
-    be one, and cut where a file system would not take them."""
+    """Return unique file names for the stacks and masks of a run.
+
+    Names are numbered if two pairs would give the same, such as `a` + `b_c` and `a_b` + `c`. They are cut if they are
+    too long for a file system.
+
+    Args:
+        pairs: the names of each task's stack and mask.
+    """
     fitting = [
         (stack, mask) if len(os.fsencode(f"{stack}_{mask}")) <= LONGEST_STEM else (_cut(stack), _cut(mask))
         for stack, mask in pairs
@@ -125,15 +152,16 @@ def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
 
 
 def _cut(name: str) -> str:
+    """Return the name, cut to half of LONGEST_STEM in bytes."""
     return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
 
 
 class ResultFile(NamedTuple):
-    """The voxels of a file of results, which are read slice by slice."""
+    """A file of results before it is written: a function that gives its slices."""
 
-    dtype: np.dtype
-    preset: str
-    read: Reader
+    dtype: np.dtype  # of its voxels
+    preset: str  # the preset whose results it holds
+    read: Reader  # gives a slice by its index in the task, [Y, X]
 
 
 def result_files(
@@ -145,13 +173,15 @@ def result_files(
 ) -> dict[str, ResultFile]:
     """Return the files of a task's restored slices, by name.
 
-    A file with a preset's name holds the mean of its samples. One with SPREAD added holds their standard deviation,
-    which is no error, in the input's units, as float32. That and the ends of intervals are 0 outside the mask.
+    The file with a preset's name holds the mean of its samples. The file with SPREAD added holds their standard
+    deviation, float32 in the input's units, and exists for several samples only. It is 0 outside the mask.
 
-    presets: their names
-    read: returns a slice of a file, given the file's name and the slice's index
-    samples: the number of samples of each slice
-    more: endings of further files, such as BOUNDS, which are added to each preset's name
+    Args:
+        task: the stack and its mask.
+        presets: names of the presets.
+        read: returns a slice of a file, given the file's name and the slice's index.
+        samples: number of samples of each slice.
+        more: endings of further files, such as BOUNDS, which are added to each preset's name.
     """
     kinds = {preset: (task.stack.dtype, preset) for preset in presets}
     kinds |= {preset + SPREAD: (np.dtype(np.float32), preset) for preset in presets if samples > 1}
@@ -167,11 +197,18 @@ def export(
     of_mask: Mapping[str, Any],
     progress: Progress,
 ) -> list[str]:
-    """Writes a task's results in its format, slice by slice, and beside them a mask that was made or changed, where 255
-    is restored; in stores of results it is a label image, with the labels of a Zarr input.
+    """Write a task's results in its format, slice by slice, and its mask if that is not simply an input file's.
 
-    provenance: how each preset's results are made, of_mask: how the mask was, for the files' own metadata. progress:
-    shows the slices that are written, see `reading_bar`. Returns a line for each label of the input's that is not kept.
+    In Zarr stores the mask is a label image, and the label images of a Zarr input are copied. In other formats it is a
+    file of its own, 255 for restored voxels. Return a line for each label image of the input that could not be kept.
+
+    Args:
+        task: the stack, its mask and the format.
+        files: the files to write, as `result_files` returns them.
+        folder: where to write.
+        provenance: by preset, how its results were made, for the files' metadata.
+        of_mask: how the mask was made, for its metadata.
+        progress: shows the progress of writing; see `reading_bar`.
     """
     mask, stack, lost = task.mask, task.stack, list[str]()
     made = not mask.from_file or mask.changed
@@ -179,9 +216,11 @@ def export(
     def write(
         name: str, like: Stack, dtype: np.dtype, read: Reader, about: Mapping[str, Any], sparse: bool
     ) -> NewVolume:
+        """Write one file. `sparse` is True if it is 0 outside the mask."""
         about, slices = {**about, "mask": mask.name}, iter(progress(range(len(task.stack)), f"writing {name}"))
 
         def shown(index: int) -> np.ndarray:
+            """Return a slice, and advance the progress by one."""
             next(slices, None)
             return read(index)
 
@@ -191,7 +230,7 @@ def export(
         like = stack.as_map() if name.endswith(SPREAD) else stack
         written = write(name, like, file.dtype, file.read, provenance[file.preset], name.endswith(BESIDE))
         if task.format == "zarr" and name == file.preset:
-            from cocodiff_eval.data.labels import write_labels  # Zarr's library, which takes a second
+            from cocodiff_eval.data.labels import write_labels  # imports Zarr's library, which takes a second
 
             lost += write_labels(written, stack, mask.read if made else None, {**of_mask, "mask": mask.name})
     if made and task.format != "zarr":
@@ -200,10 +239,17 @@ def export(
 
 
 def kept_samples(samples: int) -> list[str]:
-    """What is added to a preset's name for the files of its samples."""
+    """Return the endings that are added to a preset's name for the file of each of its samples."""
     return [f"_sample_{number}" for number in range(samples)]
 
 
 def slice_name(stack: Stack, index: int) -> str:
-    """`scan[12]` for slice 12 of the input, also where the stack begins at a later one than 0."""
+    """Return a slice's name, such as "scan[12]"; the stack's name alone for a single slice.
+
+    The number counts from the first slice of the input, also if `--slices` takes a later part of it.
+
+    Args:
+        stack: the slices that are restored.
+        index: index of the slice in `stack`.
+    """
     return stack.name if stack.ndim == 2 else f"{stack.name}[{stack.numbers[index]}]"

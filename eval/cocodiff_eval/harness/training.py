@@ -1,7 +1,7 @@
-"""Trains a model of the embedded model's kind on patches of a user's volumes, on any number of ranks.
+"""The training of a model like the embedded one on patches of a user's volumes, on any number of ranks.
 
-Each update depends on the settings, its number and the rank alone, so that a run that was stopped goes on to the same
-bits. What is kept of a run is the average of its weights where the loss on held-out patches was least.
+Each update depends on the settings, its number and the rank alone, so a stopped run is resumed to the same bits. The
+result is a moving average of the weights, taken when its loss on held-out patches was least.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure  # at the start: the picture comes last, where it would fail after hours
+from matplotlib.figure import Figure  # imported at the start, so that its absence is not found after hours
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -41,25 +41,34 @@ from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.restore.baseline import biharmonic
 from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
 
-AVERAGE = 0.998  # of its weights so far, at most, in the average
+AVERAGE = 0.998  # largest weight of the earlier average in an update of the moving average
 MODEL = ("config.json", "vae_config.json", "scheduler_config.json")  # the model's files beside its weights
-STATE = "state.pt"  # of a run that is not done, beside its units
+STATE = "state.pt"  # file with the state of an unfinished run, in the folder of its units
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-CHECKS, LEAST_APART = 20, 25  # of held-out patches, in a run; updates between two
-HELD_OUT, JUDGED, JUDGED_STEPS = 128, 24, 20  # patches of the loss, and of these as many that are restored
-PLAIN_STATE = ("step", "smoothed", "best_loss", "best", "rows")
+CHECKS, LEAST_APART = 20, 25  # most checks of the held-out loss in a run, and least updates between two
+HELD_OUT, JUDGED, JUDGED_STEPS = 128, 24, 20  # held-out patches for the loss; those restored for PSNR; steps for these
+PLAIN_STATE = ("step", "smoothed", "best_loss", "best", "rows")  # attributes of `Trainer` that a resumed run needs
+# Options that results depend on.
 REMEMBERED = ("model", "anew", "iterations", "batch", "rate", "patches", "seed", "range")
 
 
 def _average(averaged: Any, weights: Any, count: int | Tensor) -> None:
+    """Move averaged weights in place towards `weights`, faster at first. `count` is the number of earlier updates."""
     torch._foreach_lerp_(averaged, weights, 1 - min(AVERAGE, (int(count) + 1) / (int(count) + 11)))
 
 
 class Trainer:
-    """One rank's part of a run."""
+    """One rank's state of a training run: model, optimiser, patches, and the best weights so far."""
 
     def __init__(self, tasks: Sequence[Task], values: dict[str, Any], weights: Path, transport: Any) -> None:
-        """weights: the folder of the model that is gone on from. All ranks call it. Raises UserError."""
+        """Load the model and cut patches. All ranks call it. Raise UserError if volumes or transport do not allow it.
+
+        Args:
+            tasks: the volumes, with masks that exclude voxels.
+            values: the options' values, by name.
+            weights: folder of the model to start from. With `--anew` its weights are replaced by random ones.
+            transport: this rank's transport.
+        """
         self.values, self.transport = values, transport
         self.first = transport.rank == 0
         torch.manual_seed(values["seed"])
@@ -78,6 +87,7 @@ class Trainer:
         seed = values["seed"] % 2**64  # as torch takes a negative one
         self.own, held = cut_patches(tasks, self.side, counts, (seed, transport.rank), shown)
         generator = np.random.default_rng([seed, 9])
+        # Held-out patches, which rank 0 checks, and the voxels that are hidden in them.
         self.held, self.hidden_BHW = held, np.stack([block_mask(generator, self.side) for _ in range(len(held))])
         images, known = (one[:JUDGED] for one in held)
         self.judged = images.astype(np.float32), self.hidden_BHW[:JUDGED], known
@@ -87,7 +97,10 @@ class Trainer:
         self.rows: list[dict[str, float]] = []
 
     def _forward(self, model: nn.Module) -> Any:
-        """The model as it is called: with several ranks by torch's DistributedDataParallel, which adds gradients."""
+        """Return the model to call in an update: on several ranks in DistributedDataParallel, which averages gradients.
+
+        Raise UserError if the transport has not started torch.distributed, which that needs.
+        """
         if self.transport.size == 1:
             return model
         if not torch.distributed.is_initialized():
@@ -98,7 +111,7 @@ class Trainer:
         return nn.parallel.DistributedDataParallel(model)
 
     def advance(self) -> None:
-        """One update. Raises UserError where its gradient is not finite."""
+        """Make one update of the weights and of their average. Raise UserError if the gradient is not finite."""
         loss = loss_of(self.forward, self._batch(), self.scale)
         loss.backward()
         if not self.optimizer.step(relative_rate(self.step, self.values["iterations"])):
@@ -111,6 +124,7 @@ class Trainer:
         self.step += 1
 
     def _batch(self) -> Batch:
+        """Return the next update's batch of this rank: patches randomly turned and mirrored, with random masks."""
         generator = np.random.default_rng([self.values["seed"] % 2**64, self.transport.rank, self.step])
         noise = torch.Generator().manual_seed(int(generator.integers(2**31)))
         chosen = generator.integers(len(self.own), size=max(1, self.values["batch"] // self.transport.size))
@@ -123,6 +137,14 @@ class Trainer:
         return self._made(image01_BHW.float(), mask_BHW, noise, known_BHW.float())
 
     def _made(self, image01_BHW: Tensor, mask_BHW: Tensor, noise: torch.Generator, known_BHW: Tensor) -> Batch:
+        """Return a batch on this rank's device, with noise and noise levels.
+
+        Args:
+            image01_BHW: patches, normalised.
+            mask_BHW: 1 where the model is to restore.
+            noise: generator of the noise.
+            known_BHW: 1 for voxels whose values are known.
+        """
         shift = self.pipe.scheduler.config.shift
         batch = make_batch(image01_BHW, mask_BHW, self.pipe.vae.cpu(), shift, noise, known_BHW)
         return batch.to(self.transport.device)
@@ -130,7 +152,10 @@ class Trainer:
     # On rank 0 --------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """The loss on held-out patches, by the average of the weights, which is kept where it is the least so far."""
+        """Measure the averaged weights' loss on held-out patches, and add a row to `rows`.
+
+        If it is the least so far, the averaged weights are copied to `best`.
+        """
         losses = []
         with torch.no_grad():
             for start in range(0, len(self.held), 32):
@@ -145,11 +170,13 @@ class Trainer:
         self.rows.append({"step": self.step, "loss": self.smoothed, "held_out_loss": loss})
 
     def state(self) -> dict[str, Any]:
+        """Return all that a resumed run needs, for `load_state`."""
         plain = {name: getattr(self, name) for name in PLAIN_STATE}
         models = {"model": self.model.state_dict(), "averaged": self.averaged.state_dict()}
         return {**plain, **models, "optimizer": self.optimizer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from the state of an earlier run, as `state` returned it."""
         self.model.load_state_dict(state["model"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state(state["optimizer"])
@@ -157,10 +184,11 @@ class Trainer:
             setattr(self, name, state[name])
 
     def psnr_db(self) -> float:
-        """Over the hidden blocks of held-out patches, with the model's weights as they are."""
+        """Return the PSNR in hidden blocks of held-out patches, restored with the model's current weights."""
         self.pipe.vae.to(self.transport.device)
 
         def arguments(batch: int) -> dict[str, Any]:
+            """Return the pipeline's arguments for a batch: the prompt's embeddings, without guidance."""
             return prompt_embeddings(batch) | {"guidance_scale": 1.0}
 
         inpainter = PipelineInpainter(self.pipe, arguments, JUDGED_STEPS, self.values["seed"])
@@ -170,21 +198,32 @@ class Trainer:
         return _psnr_db(restored_BHW.numpy(), images, hidden & known)
 
     def biharmonic_db(self) -> float:
+        """Return the PSNR in the same blocks, restored by `biharmonic` without a model."""
         images, hidden, known = self.judged
         restored = [biharmonic(one, hide | ~there) for one, hide, there in zip(images, hidden, known, strict=True)]
         return _psnr_db(np.stack(restored), images, hidden & known)
 
 
 def _turned(image_HW: np.ndarray, quarters: int, mirrored: bool) -> np.ndarray:
+    """Return an image mirrored left to right, if `mirrored`, then rotated by a number of quarter turns."""
     return np.ascontiguousarray(np.rot90(image_HW[:, ::-1] if mirrored else image_HW, quarters))
 
 
 def _psnr_db(restored: np.ndarray, truth: np.ndarray, where: np.ndarray) -> float:
+    """Return the PSNR in dB for a peak of 1, over the voxels that are True in `where`; at most 120."""
     return float(-10 * np.log10(max(np.mean((restored[where] - truth[where]) ** 2), 1e-12)))
 
 
 def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: OutputFolder, transport: Any) -> None:
-    """Trains, keeps checkpoints, and publishes the model's folder. All ranks call it."""
+    """Train a model, save checkpoints, and publish the model's folder. All ranks call it.
+
+    Args:
+        tasks: the volumes, with masks that exclude voxels.
+        values: the options' values, by name.
+        weights: folder of the model to start from.
+        output: the folder of results.
+        transport: this rank's transport.
+    """
     trainer = Trainer(tasks, values, weights, transport)
     every = max(LEAST_APART, -(-values["iterations"] // CHECKS))
     state, before = _begun(trainer, tasks, output, every) if trainer.first else (None, 0.0)
@@ -214,7 +253,14 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
 
 
 def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every: int) -> tuple[Any, float]:
-    """On rank 0: the state of a run to go on with, None where there is none, and the PSNR before any training."""
+    """Begin or resume a run, on rank 0. Return the saved state, None for a new run, and the PSNR in dB before training.
+
+    Args:
+        trainer: this rank's trainer, with the weights that the run starts from.
+        tasks: the volumes.
+        output: the folder of results, which is opened.
+        every: updates between two checkpoints.
+    """
     values, total = trainer.values, trainer.values["iterations"]
     output.open()
     file, device = output.store.folder / STATE, trainer.transport.device
@@ -222,20 +268,29 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
     counts = [min(every, total - start) for start in range(0, total, every)]
 
     def settings() -> dict[str, Any]:
+        """Return all that the results depend on, as plain data."""
         own = {name: values[name] for name in REMEMBERED}
         return own | {"ranks": trainer.transport.size, "inputs": described_inputs(tasks)}
 
     def holds(number: int) -> bool:
+        """Return True if the saved state includes the updates of unit `number`."""
         return state is not None and number * every < state["step"]
 
     JobRecord(output, settings, counts, "steps", holds, not values["quiet"]).begin(total)
     if state is None:
         trainer.check()
-    return state, trainer.psnr_db()  # the weights are still those that were loaded
+    return state, trainer.psnr_db()  # the saved state is not loaded yet, so these are the weights before training
 
 
 def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: float) -> None:
-    """Writes what `load_pipeline` reads. weights: the folder of the model that was gone on from."""
+    """Write the best weights as a model's folder for `load_pipeline`, and publish it. Print the PSNR before and after.
+
+    Args:
+        trainer: the trainer of rank 0.
+        weights: folder of the model that the run started from, whose configs are copied.
+        output: the folder of results.
+        before: PSNR in dB before training.
+    """
     from safetensors.torch import save_file
 
     trainer.model.load_state_dict(trainer.best)
@@ -259,7 +314,12 @@ def _publish(trainer: Trainer, weights: Path, output: OutputFolder, before: floa
 
 
 def plot_losses(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A training's losses, on the patches that it saw and on those that were held out."""
+    """Plot the losses on training patches and on held-out patches over the steps, as a PNG.
+
+    Args:
+        rows: the checks, with `step`, `loss` and `held_out_loss`.
+        path: the file to write.
+    """
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     steps = [row["step"] for row in rows]

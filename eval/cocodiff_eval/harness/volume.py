@@ -1,4 +1,9 @@
-"""What `--axes` and `--hidden_test` ask of a volume, and what is learnt of it before it is restored."""
+"""Volumes: their options `--axes` and `--hidden_test`, and the test on hidden regions before they are restored.
+
+A volume may be restored in slices along several axes, whose results are averaged. The test hides regions of known
+voxels like those of the mask. The model along each axis and methods without a model restore them. Their errors there
+give the weights of the average, intervals, and the answer to whether the model helps.
+"""
 
 from __future__ import annotations
 
@@ -22,57 +27,74 @@ from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
 from cocodiff_eval.restore.baseline import HARMONIC, METHODS, SMALL
 
-AUTO = "auto"
-OWN = "cocodiff"  # the mean, beside methods without a model
-ALONE = "the model alone"  # its axes without the methods that have none
+AUTO = "auto"  # value of `--axes` that lets the test choose
+OWN = "cocodiff"  # name, among figures, of the average that is written
+ALONE = "the model alone"  # name, among figures, of the model's mean without other methods
 NOWHERE = "no known region like the mask's could be hidden"
 CUT = "; parts of the mask find too few places whole, so these regions are smaller: errors under it may be larger"
-THROUGH = 0.9  # of the masked voxels see nothing known along z: other axes are not worth their time
-TENTH = 10  # of the job's samples of slices, one in so many is made for the test
-LEAST, MOST = 12, 32  # tested slices along each axis, if the job restores as many
-MOST_TESTED = 3  # samples of each
-JUDGED = 2**15  # voxels in a round
-BLOCK, BLOCKS = 24, 16  # voxels of a side, that are one observation; and the blocks that are judged of a large volume
-TINY = 1e-12  # a mean squared error that is none
-SEEN = 0.5  # of the hidden voxels that a method has to restore at least, for its figure to be told
-FAR = 4.0  # times the squared error of methods without a model, beyond which the model is left out as one of these is
-CLEAR = 0.5  # standard errors that a mean with the model gains at least, unless the model is near the best by itself
-LEAST_WEIGHT = 0.05  # of the model or of what is no model, below which it is not worth its time
-HOPELESS_DB = 0.5  # behind the best without a model after one sample: what further samples of the test may make up for
+# Share of masked voxels that lie on lines along z without any known voxel. From this share on, restoring along y and x
+# is not worth its time.
+THROUGH = 0.9
+TENTH = 10  # the test makes one sample of a slice for every 10 that the job makes
+LEAST, MOST = 12, 32  # least and most tested slices along each axis, if the job restores as many
+MOST_TESTED = 3  # most samples of each tested slice
+JUDGED = 2**15  # most voxels that a round is judged by
+# Side in voxels of the cubes whose errors count as independent observations, and the most such cubes that are judged of
+# a large volume.
+BLOCK, BLOCKS = 24, 16
+TINY = 1e-12  # added to mean squared errors before they are divided by each other
+SEEN = 0.5  # least share of hidden voxels that a method must restore to be judged
+# Beyond this many times the squared error of methods without a model, the model is dropped from the mean, unless it is
+# near the best.
+FAR = 4.0
+CLEAR = 0.5  # least gain of the mean with the model, in standard errors, unless the model is near the best by itself
+LEAST_WEIGHT = 0.05  # least weight of the model, of an axis, or of all other methods; below it they are left out
+HOPELESS_DB = 0.5  # lead of the other methods over the model after one sample, in dB, that more samples cannot make up
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume that is restored along several axes, or tested on hidden regions, or whose samples are kept.
+    """The plan for a volume that is restored along other axes than z, or tested on hidden regions."""
 
-    axes: those that may be taken; chosen: whether the test chooses among them, else all are; tested: whether regions
-    are hidden; statistics, read_mask: of the mask as it is, also where a slice along z is masked wholly.
-    """
-
-    axes: tuple[str, ...]
-    chosen: bool
-    tested: bool
+    axes: tuple[str, ...]  # axes along which slices may be restored, of "z", "y" and "x"
+    chosen: bool  # True if the test chooses among these axes; else all are used
+    tested: bool  # True if the test on hidden regions is made
+    # The mask as the user gave it, with the slices that are masked wholly: its counts, and a function that gives a
+    # slice of it along z.
     statistics: MaskStatistics
     read_mask: Reader
 
     def restores(self, axes: Sequence[str]) -> bool:
-        """Whether these axes restore every masked voxel: on one of them no slice is masked wholly."""
+        """Return True if these axes restore every masked voxel: along one of them no slice is masked wholly."""
         return any(not self.statistics.full(axis).any() for axis in axes)
 
     def sampled(self, samples: int) -> int:
-        """Return how many samples of each slice the test makes: as many as an axis has of all, but three at most."""
+        """Return the number of samples that the test makes of each slice: at least 1 and at most 3.
+
+        Args:
+            samples: number of the job's samples, which are shared among the axes.
+        """
         return min(MOST_TESTED, max(1, round(samples / len(self.axes))))
 
     def regions(self, read: Reader, samples: int, seed: int) -> tuple[Hidden, ...]:
-        """Return what is hidden in each round of the test; reads the volume and its mask once.
+        """Choose the hidden regions of each round of the test. The volume and its mask are read once.
 
-        The test restores no more slices than the job. read: a slice along z.
+        Args:
+            read: gives a slice of the volume along z.
+            samples: number of the job's samples.
+            seed: of the random choices.
         """
         survey = Survey.of(read, self.read_mask, self.statistics.shape)
         return hide(survey, self.tested_slices(samples), seed, self.axes)
 
     def tested_slices(self, samples: int) -> int:
-        """Return how many slices along each axis the test restores at most, in each of its samples."""
+        """Return the most slices along each axis that the test restores in each of its samples.
+
+        The test never restores more slices than the job.
+
+        Args:
+            samples: number of the job's samples.
+        """
         slices = len(self.statistics.restorable("z")) or self.statistics.shape[0]
         usual = samples * slices // (TENTH * self.sampled(samples) * len(self.axes))
         of_job = samples * sum(len(self.statistics.restorable(axis)) for axis in self.axes) // len(self.axes)
@@ -80,9 +102,13 @@ class Volume:
         return min(MOST, max(LEAST, usual), most)
 
     def judged(self, hidden: Hidden) -> np.ndarray:
-        """Return the hidden voxels that a round is judged by, [P, 3]: all, or of a large volume some.
+        """Return the indices [z, y, x] of the hidden voxels that a round is judged by, int [P, 3].
 
-        Of a round with tested slices these are voxels where such slices meet, of another random blocks.
+        Of a large volume they are a part: voxels where tested slices cross, or random cubes in a round without tested
+        slices. There are at most JUDGED.
+
+        Args:
+            hidden: the hidden regions of the round.
         """
         shape, found, rng = self.statistics.shape, [np.zeros((0, 3), int)], np.random.default_rng(0)
         windows: list[tuple[Sequence[int], ...]] = [tuple(map(range, shape))]
@@ -100,7 +126,7 @@ class Volume:
                 places = np.full(len(row), index), np.asarray(rows)[row], np.asarray(columns)[column]
                 found.append(np.stack(places, 1))
         points_P3 = np.unique(np.concatenate(found), axis=0)
-        # First those where most tested slices meet.
+        # Voxels where tested slices along several axes cross are preferred; ties are random.
         meet_P = sum(np.isin(points_P3[:, AXES.index(axis)], of_axis) for axis, of_axis in hidden.tested.items())
         order_P = np.argsort(rng.random(len(points_P3)) - meet_P)
         return points_P3[np.sort(order_P[:JUDGED])]
@@ -110,46 +136,51 @@ class Volume:
 class HiddenRegionReport:
     """The findings of the test on hidden regions of a volume. Without a test it has weights alone."""
 
-    # weight of each part of the mean that is written: axes, unless the model is left out, and methods without a model
+    # By axis and by method without a model, the weight in the mean that is written. Without axes the model is left out.
+    # A method of weight 0 restores only what the others leave.
     weights: Mapping[str, float]
     regions: int = 0  # number of regions that judged the methods without a model
     voxels: int = 0  # number of voxels in them
-    # PSNR of each method on these voxels in dB, from the best to the worst. The model's is that of its own rounds, in
-    # proportion to the mean of methods without a model, whose error at the same voxels is known.
+    # PSNR of each method on these voxels in dB, from the best to the worst; None without a test, or if nothing could be
+    # hidden. The model restores only some voxels: see `Evidence.figures`.
     psnr_db: Mapping[str, float] | None = None
-    intervals: Intervals | None = None  # intervals around what is written
-    lead: Lead | None = None  # lead of what is written over the best method without a model
-    cut: bool = False  # see `Hidden`
-    of: str = "volume"  # kind of input that was tested
+    intervals: Intervals | None = None  # intervals around the mean that is written; None without a test
+    lead: Lead | None = None  # lead of that mean over the best method without a model
+    cut: bool = False  # True if hidden regions are smaller than the mask's parts, see `Hidden`
+    of: str = "volume"  # the input's kind in messages: "volume" or "slice"
 
     @property
     def axes(self) -> dict[str, float]:
-        """Each axis's share of the model's part."""
+        """The share of each axis in the model's part of the mean. Shares sum to 1."""
         found = {axis: weight for axis, weight in self.weights.items() if axis in AXES}
         total = sum(found.values())
         return {axis: weight / total if total else 1 / len(found) for axis, weight in found.items()}
 
     @property
     def others(self) -> list[str]:
-        """The methods without a model that are made."""
+        """The methods without a model that are used. One of weight 0 restores only what the others leave."""
         return [name for name in self.weights if name not in AXES]
 
     @property
     def is_hopeless(self) -> bool:
-        """True if more samples of the test would not bring the model into the mean."""
+        """True if the model is so far behind that more samples of the test would not bring it into the mean."""
         figures = self.psnr_db or {}
         return not self.axes and figures[ALONE] < figures[OWN] - HOPELESS_DB
 
     @property
     def outcome(self) -> Outcome:
-        """The answer to whether what is written is better than methods without a model."""
+        """The answer to whether the mean that is written is better than methods without a model."""
         if self.lead is None:
             return Outcome(reason=NOWHERE)
         rival = next(name for name in self.psnr_db or {} if name in METHODS)
         return self.lead.outcome(rival, bool(self.axes))
 
     def line(self, where: str) -> str:
-        """What the user is told first."""
+        """Return the line that tells the user the test's result: PSNR of each method, and the outcome.
+
+        Args:
+            where: the names of the input and the mask, which begin the line.
+        """
         figures = dict(self.psnr_db or {})
         if not figures:
             return f"{where}: no region of this {self.of} could be hidden: nothing is known of how good it is restored"
@@ -159,11 +190,17 @@ class HiddenRegionReport:
         return f"{where}: {found}; {self.outcome}{CUT if self.cut else ''}"
 
     def weights_line(self, where: str) -> str:
+        """Return the line that tells the user the weights of the mean; it begins with `where`."""
         told = [f"{name} {weight:.2f}" for name, weight in self.weights.items() if weight]
         return f"{where}: mean of {'slices along ' * bool(self.axes)}{', '.join(told)} (weights)"
 
     def record(self, name: str, mask: str) -> dict[str, Any]:
-        """For metrics.json."""
+        """Return the report as an entry of `volumes` in metrics.json.
+
+        Args:
+            name: the input's name.
+            mask: the mask's name.
+        """
         lead = self.lead
         return {
             "name": name,
@@ -182,17 +219,20 @@ class HiddenRegionReport:
 
 
 def along(axis: str) -> str:
-    """The name of the model's restorations along one axis alone, among figures."""
+    """Return the name, among figures, of the model along one axis alone."""
     return f"{OWN} along {axis} alone"
 
 
 def is_deep(stack: Stack) -> bool:
-    """Whether a stack is a volume: it may have slices along each axis, is shown as one, and its slices are compared."""
+    """Return True if a stack is treated as a volume: it has enough slices along z to be cut along other axes.
+
+    Reports show a volume from three sides, and compare neighbouring slices.
+    """
     return stack.ndim == 3 and len(stack) >= SMALLEST_SIDE
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """What `--axes` names, `z y x` and `z,y,x` alike. Raises UserError for other words."""
+    """Parse `--axes`: "z y x" and "z,y,x" both give ["z", "y", "x"]. Raise UserError for other words."""
     words = [word for one in values["axes"] or () for word in one.split(",") if word]
     for word in words:
         check_choice("axes", word, (*AXES, AUTO))
@@ -202,7 +242,14 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], bool]:
-    """The axes of a stack's slices, and whether a test chooses among them. Raises UserError for too small slices."""
+    """Return the axes along which a stack is restored, and True if the test on hidden regions chooses among them.
+
+    Raise UserError if slices along an axis would be too small, or `--axes` is wrong.
+
+    Args:
+        values: the options' values, by name.
+        stack: the slices along z.
+    """
     words, deep = words_of(values), is_deep(stack)
     if not words and deep and values["samples"] > 1 and values["hidden_test"] is not False and not values["quality"]:
         words = [AUTO]
@@ -219,7 +266,17 @@ def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], b
 
 
 def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volume | None, Mask]:
-    """How a stack is restored as a volume, if it is; and the mask of what its axes restore. Raises UserError."""
+    """Return the plan for a stack that is restored as a volume, and its mask.
+
+    The plan is None if slices are restored one by one along z, without a test. Where other axes are used, slices that
+    are masked wholly along z are restored too, and the returned mask includes them. Raise UserError if options do not
+    fit together, or the axes cannot restore every masked voxel.
+
+    Args:
+        values: the options' values, by name.
+        stack: the slices along z.
+        mask: the mask as read.
+    """
     axes, chosen = axes_of(values, stack)
     usual = is_deep(stack) and (chosen or (values["samples"] > 1 and not values["quality"]))
     tested = usual if values["hidden_test"] is None else values["hidden_test"]
@@ -249,36 +306,36 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     return volume, replace(mask, full=frozenset(), masked=tuple((statistics.counts("z") > 0).tolist()))
 
 
-# The test on hidden regions: what each axis and each method without a model made of them, and what follows ------------
+# The test on hidden regions: the restorations of each axis and method, and the verdict that follows -------------------
 
 
 class HiddenRound:
-    """The restorations of one round at P hidden voxels.
+    """The restorations of one round of the test, at the P hidden voxels that it is judged by.
 
-    Attributes
-    ----------
-    points_P3
-        indices of the voxels
-    truth_P
-        their normalised values
-    deep_P
-        distance of each to a known voxel, as `depth` gives it
-    own
-        results of the model along each axis, in each sample, float64 [S, P]; NaN if it restored nothing
-    others
-        results of methods without a model, [P]; NaN if they restored nothing
+    Results are NaN until they are added, and where nothing was restored.
     """
 
     def __init__(self, hidden: Hidden, points_P3: np.ndarray, volume: Volume, task: Any, samples: int) -> None:
-        """points_P3: as `Volume.judged` gives them; samples: of the job."""
+        """Read the truth of a round from the volume.
+
+        Args:
+            hidden: the hidden regions.
+            points_P3: indices [z, y, x] of the voxels, as `Volume.judged` returns them.
+            volume: the plan for the volume.
+            task: its `tasks.Task`.
+            samples: number of the job's samples.
+        """
         self.hidden, self.points_P3 = hidden, points_P3
         count, slices, (z_P, y_P, x_P) = len(self.points_P3), volume.statistics.shape[0], self.points_P3.T
+        # The model's results by axis, [S, P] for S samples of the test, and those of methods without a model, [P] each.
         self.own = {axis: np.full((volume.sampled(samples), count), np.nan) for axis in volume.axes}
         self.others = {name: np.full(count, np.nan) for name in METHODS}
+        # The normalised truth, and each voxel's distance from the nearest known one, as `depth` returns it.
         self.truth_P, self.deep_P = np.zeros(count), np.zeros(count)
 
         @lru_cache(8)
         def unknown(index: int) -> np.ndarray:
+            """Return the masked and hidden voxels of a slice along z, boolean [Y, X]."""
             return volume.read_mask(index) | hidden.mask("z", index, volume.read_mask)
 
         for index in np.unique(z_P).tolist():
@@ -287,40 +344,52 @@ class HiddenRound:
             self.deep_P[here] = depth(unknown, index, slices)[y_P[here], x_P[here]]
 
     def along(self, axis: str, indices: Sequence[int]) -> np.ndarray:
-        """Return which of the voxels lie in some slices along an axis, boolean [P]; all without an axis."""
+        """Return a boolean [P] that is True for voxels in some slices along an axis.
+
+        Args:
+            axis: "z", "y" or "x"; empty to get True for all voxels.
+            indices: the slices.
+        """
         return np.isin(self.points_P3[:, AXES.index(axis)], indices) if axis else np.ones(len(self.points_P3), bool)
 
     def add(self, axis: str, indices: Sequence[int], sample: int, made: Mapping[str, np.ndarray]) -> None:
-        """Take what was made at the voxels in some slices along an axis; without an axis, at all."""
+        """Store the results of a unit of the test.
+
+        Args:
+            axis: axis of the unit's slices; empty for methods without a model, which restore all voxels.
+            indices: its slices along that axis.
+            sample: number of the model's sample.
+            made: by method, or OWN for the model, the results at the voxels in these slices, in their order.
+        """
         for name, values in made.items():
             (self.own[axis][sample] if name == OWN else self.others[name])[self.along(axis, indices)] = values
 
     def restored(self, axis: str) -> np.ndarray:
-        """Return the mean of the model's samples along an axis that were made, float64 [P]; NaN where none is."""
+        """Return the mean of the model's samples along an axis that were made so far, float64 [P]; NaN without any."""
         made_S = np.isfinite(self.own[axis]).any(axis=1)
         return self.own[axis][made_S | ~made_S.any()].mean(axis=0)
 
     def blocks(self) -> np.ndarray:
-        """Return the region of each voxel and its block, int [P, 4]."""
+        """Return for each voxel the number of its region, and the indices [z, y, x] of its block; int [P, 4]."""
         return np.column_stack([self.hidden.numbers(self.points_P3), self.points_P3 // BLOCK])
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The results of all rounds at the P voxels that the methods without a model have restored."""
+    """The results of all rounds of the test, at the P voxels that all methods without a model have restored."""
 
     truth_P: np.ndarray  # normalised values
-    deep_P: np.ndarray  # distance to a known voxel, as `depth` gives it
+    deep_P: np.ndarray  # distance in voxels from the nearest known one, as `depth` returns it
     region_P: np.ndarray  # number of the hidden region
-    block_P: np.ndarray  # number of the block of it
-    # samples of the model along each axis, float64 [S, P]; NaN if it restored nothing, and where slices along all axes
-    # do not meet, if they meet anywhere
+    block_P: np.ndarray  # number of the block: the part of a region in one cube of BLOCK voxels a side
+    # Results of the model by axis, float64 [S, P] for S samples; NaN where it restored nothing. If slices along all
+    # axes cross anywhere, results are NaN at all other voxels, so that axes are judged at the same voxels.
     own: Mapping[str, np.ndarray]
-    others: Mapping[str, np.ndarray]  # errors of methods without a model, [P]
+    others: Mapping[str, np.ndarray]  # errors of each method without a model, [P]
 
     @classmethod
     def of(cls, rounds: Sequence[HiddenRound], volume: Volume) -> Evidence:
-        """Take what the rounds have restored of most voxels that they were to restore."""
+        """Join the rounds. Methods, and the model's axes, that restored less than half of their voxels are left out."""
         truth_P, deep_P = (np.concatenate([getattr(one, name) for one in rounds]) for name in ("truth_P", "deep_P"))
         others = {name: np.concatenate([one.others[name] for one in rounds]) for name in METHODS}
         others = {name: values_P for name, values_P in others.items() if seen(values_P) >= SEEN}
@@ -332,7 +401,7 @@ class Evidence:
             if len(values_SP) and seen(values_SP[0, asked_P]) >= SEEN:
                 own[axis] = values_SP
         meet_P = np.isfinite([values_SP.mean(axis=0) for values_SP in own.values()]).all(axis=0)
-        if len(own) > 1 and meet_P.any():  # all are judged there
+        if len(own) > 1 and meet_P.any():  # all axes are judged there
             own = {axis: np.where(meet_P, values_SP, np.nan) for axis, values_SP in own.items()}
         blocks = [np.insert(one.blocks(), 0, number, axis=1) for number, one in enumerate(rounds)]
         blocks_P5 = np.concatenate(blocks)[at_P]
@@ -341,25 +410,29 @@ class Evidence:
         return cls(truth_P[at_P], deep_P[at_P], region_P, block_P, own, errors)
 
     def errors(self, axes: Sequence[str]) -> np.ndarray:
-        """Return those of the mean along some axes, float64 [P]; NaN where not all of them restored something."""
+        """Return the errors of the model's mean along some axes, float64 [P]; NaN where one axis restored nothing."""
         return np.mean([self.own[axis].mean(axis=0) for axis in axes], axis=0) - self.truth_P
 
     def without_model(self) -> tuple[dict[str, float], np.ndarray]:
-        """Return the weights of methods without a model that have one, and the errors of their mean [P], in each block
-        with weights that the others give."""
+        """Return the weights of the methods without a model in their mean, and the errors of that mean, [P].
+
+        Methods of weight 0 are left out. For each block the errors are those with weights learnt from other blocks.
+        """
         errors_AP = np.stack([*self.others.values()])
         weights_A, each_AP = mean_or_member(errors_AP, self.block_P)
         weights = {name: weight for name, weight in zip(self.others, weights_A.tolist(), strict=True) if weight}
         return weights, (each_AP * errors_AP).sum(axis=0)
 
     def with_model(self, simple_P: np.ndarray, of_model_P: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the model's share in the mean of it and of methods without a model, and the errors of that, in each
-        block with weights that the others give, [P]; NaN where the model was to restore nothing, unless it has none.
+        """Return the weight of the model in its mean with the other methods, and the errors of that mean, [P].
 
-        Where the model is far behind, or the mean gains too little to be clear, a member that is not near the best one
-        is left out.
+        For each block the errors are those with weights learnt from other blocks. They are NaN where the model restored
+        nothing, unless its weight is 0. If the model is far behind, or the mean gains too little to be clear, a member
+        that is not near the best one gets the weight 0.
 
-        simple_P: the errors of the mean of methods without a model; of_model_P: those of the model's mean.
+        Args:
+            simple_P: errors of the mean of methods without a model.
+            of_model_P: errors of the model's mean; NaN where it restored nothing.
         """
         at_P = np.isfinite(of_model_P)
         both_2P = np.stack([simple_P, of_model_P])
@@ -377,8 +450,15 @@ class Evidence:
         return float(share), error_P
 
     def figures(self, errors: Mapping[str, np.ndarray], simple_P: np.ndarray) -> dict[str, float]:
-        """Return PSNR in dB from the best to the worst. Of errors that are known at some voxels alone (else NaN), it is
-        in proportion to those of the mean of methods without a model, simple_P, at the same voxels."""
+        """Return the PSNR of each method in dB, from the best to the worst.
+
+        The mean squared error of a method that restored only some voxels is scaled to all of them. The factor is the
+        mean of squared `simple_P` at all voxels, divided by its mean at these voxels.
+
+        Args:
+            errors: errors of each method, [P]; NaN where it restored nothing.
+            simple_P: errors of the mean of methods without a model.
+        """
         found = {}
         for name, error_P in errors.items():
             at_P = np.isfinite(error_P)
@@ -389,7 +469,13 @@ class Evidence:
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     def choose_axes(self, allowed: Sequence[Sequence[str]]) -> Sequence[str]:
-        """Return, of sets of axes, that whose mean errs least; none where the model has restored nothing."""
+        """Return the set of axes whose mean has the least squared error; empty if the model has restored nothing.
+
+        Sets that restore fewer voxels than others are not chosen.
+
+        Args:
+            allowed: the sets to choose from.
+        """
         errors = [self.errors(axes) for axes in allowed]
         known = [error_P[np.isfinite(error_P)] for error_P in errors]
         most = max(map(len, known), default=0)
@@ -397,14 +483,18 @@ class Evidence:
         return allowed[int(np.argmin(worth))] if worth else ()
 
     def of_model(self, volume: Volume, samples: int) -> tuple[dict[str, float], np.ndarray]:
-        """Return the weights of axes in the model's mean, and its errors [P], in each block with weights that the
-        others give; NaN where it has restored nothing. There are no weights where that is everywhere.
+        """Return the weights of the axes in the model's mean, and the errors of that mean, [P].
 
-        Axes that are given have equal weights. So have those of the best set, if no voxel is restored along all axes.
+        For each block the errors are those with weights learnt from other blocks. They are NaN where the model restored
+        nothing. The weights are empty if it restored nothing at all, or too little along an axis that the user names.
+
+        Axes that the user names have equal weights. Else weights are learnt. If they cannot be used, the axes of the
+        best set have equal weights. That is so if no voxel is restored along all axes, or if the axes with a weight
+        leave a masked voxel out, or outnumber the samples.
 
         Args:
-            volume: the volume.
-            samples: number of the job's samples, of which each axis takes one at least.
+            volume: the plan for the volume.
+            samples: number of the job's samples. Each axis needs at least one.
         """
         counts = range(1, samples + 1)
         sets = [axes for count in counts for axes in combinations(self.own, count) if volume.restores(axes)]
@@ -424,10 +514,15 @@ class Evidence:
 
 
 def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> HiddenRegionReport:
-    """Return what is written of a volume, with figures of all methods and the intervals.
+    """Decide from the test's results what is written of a volume. Return the report with weights and intervals.
 
-    Methods without a model are weighed by all hidden voxels of all rounds, then their mean and that of the model's axes
-    by those that these have restored.
+    Methods without a model are weighted by their errors at all hidden voxels. Their mean and the model's are then
+    weighted at the voxels that the model has restored.
+
+    Args:
+        rounds: the results of all rounds.
+        volume: the plan for the volume.
+        samples: number of the job's samples.
     """
     found = Evidence.of(rounds, volume)
     kind = "volume" if volume.statistics.shape[0] > 1 else "slice"
@@ -438,7 +533,7 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
     share, error_P = found.with_model(simple_P, of_model_P)
     weights = {name: (1 - share) * weight for name, weight in weights.items() if share < 1}
     if not share and all(0 in METHODS[name].reach for name in weights):
-        weights[HARMONIC] = 0.0  # restores what the others do not
+        weights[HARMONIC] = 0.0  # restores voxels that the other methods leave
     weights = {axis: share * weight for axis, weight in axes.items() if share} | weights
     at_P = np.isfinite(error_P)
     values = [found.own[axis][:, at_P] for axis in axes if share]
@@ -455,7 +550,7 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
     rival = next(name for name in figures if name in METHODS)
     parts = len({(piece.source, piece.shape) for one in rounds for piece in one.hidden.pieces})
     lead = Lead.found(error_P[at_P], found.others[rival][at_P], found.region_P[at_P], parts)
-    if share:  # its own voxels show how far that may be off, all of them what it is
+    if share:  # the range keeps its width, found at the model's voxels, and is centred on the lead at all voxels
         more = figures[OWN] - figures[rival] - lead.db
         lead = replace(lead, db=lead.db + more, low=lead.low + more, high=lead.high + more)
     regions, cut = int(found.region_P.max()) + 1, any(one.hidden.cut for one in rounds)
@@ -463,5 +558,5 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
 
 
 def seen(values_P: np.ndarray) -> float:
-    """Return the share of voxels that were restored."""
+    """Return the share of voxels that were restored, 0 to 1: those that are not NaN."""
     return float(np.isfinite(values_P).mean()) if values_P.size else 0.0

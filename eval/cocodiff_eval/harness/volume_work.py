@@ -1,5 +1,8 @@
-"""The restoration of one volume: the kinds of work that replicas take, the files that these fill while a job runs, and
-the slices along z that are fused of these."""
+"""The restoration of one volume: its units of work, the files that they fill, and the fusion of these to slices.
+
+A unit is made by one replica. Units of the test restore hidden voxels. Units of the result restore masked voxels, which
+go to a file for each preset, axis and sample. Slices along z are fused from these files.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,35 @@ from cocodiff_eval.quality.fusing import Intervals, Moments, fuse, samples_along
 from cocodiff_eval.quality.hidden import Hidden
 from cocodiff_eval.restore.baseline import METHODS, SMALL, Window, in_cells, side_of_cells
 
-TRACE = 1e-12  # of weight, so that a voxel without any other is restored, and no deviation is seen of it
+TRACE = 1e-12  # weight that is added so that a voxel without other weights gets a value; too small to change others
 
 
 class Making:
     """The restoration of one volume, with the files that hold its parts.
 
-    modes    Names of presets.
-    samples  The number of samples of each masked voxel, along all axes together.
+    modes    Names of the presets.
+    samples  Number of samples of each masked voxel, along all axes together.
     keeps    True if each sample is written as a result of its own.
-    hidden   The regions that are hidden in each round of the test; empty without a test.
+    hidden   Hidden regions of each round of the test; empty without a test.
     leads    True on the rank of a replica that judges and writes.
-    verdict  What is written of the volume: by its test, and before this is judged all axes with equal weights.
-    costs    The cost of each unit that the volume is made of, by preset; filled when all are made.
+    verdict  Weights of the result, and the test's findings. Until the test is judged, all axes have equal weights.
+    costs    By preset, the cost of each unit of the result; filled when all are made.
+    folder   Folder of the volume's files.
     """
 
     def __init__(
         self, session: Session, restorer: Restorer, number: int, task: Task, volume: Volume, hidden: Sequence[Hidden]
     ) -> None:
-        """number: of the task"""
+        """Take the restoration of a task's volume. Nothing is read or written.
+
+        Args:
+            session: the job on its ranks.
+            restorer: restores slices with the model.
+            number: the task's index.
+            task: the stack and its mask.
+            volume: the plan for the volume.
+            hidden: the hidden regions of each round of the test; empty without a test.
+        """
         values, self.folder = session.prepared.values, session.prepared.output.store.folder / "volumes"
         self.number, self.task, self.volume, self.restorer, self.hidden = number, task, volume, restorer, hidden
         self.modes, self.samples, self.keeps = [*session.prepared.presets], values["samples"], values["keep_samples"]
@@ -56,29 +69,34 @@ class Making:
         self.verdict = HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
 
     def groups(self, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the slices along an axis in groups that share the model's calls."""
+        """Divide slices along an axis into groups that share calls of the model. Return the indices of each group."""
         return evenly(indices, self.restorer.together(reoriented_shape(self.task.stack.shape, axis)[1:]))
 
     @property
     def read_along(self) -> list[str]:
-        """The axes along which slices are read: for a test also z, and y, whose copy is read in windows."""
+        """The axes along which slices are read: those that may be restored, and for a test also z and y.
+
+        Methods without a model read windows of the copy along y.
+        """
         wanted = {*self.volume.axes} | ({"y", "z"} if self.hidden else set())
         return [axis for axis in AXES if axis in wanted]
 
     def turned(self, axis: str) -> tuple[Reoriented, Reoriented]:
-        """Return the copies of the volume's voxels and of its mask whose slices lie along `axis`."""
+        """Return the copies of the voxels and of the mask whose slices lie along `axis`, "y" or "x"."""
         stack, name = self.task.stack, self.folder / f"{self.number}-{axis}"
         voxels = Reoriented(name.with_suffix(".voxels"), axis, stack.shape, stack.dtype)
         return voxels, Reoriented(name.with_suffix(".mask"), axis, stack.shape, np.dtype(bool))
 
     def voxels(self, axis: str, index: int) -> np.ndarray:
+        """Return slice `index` along an axis, in the input's dtype."""
         return self.task.stack.read(index) if axis == "z" else self.turned(axis)[0].read(index)
 
     def mask(self, axis: str, index: int) -> np.ndarray:
+        """Return the mask of slice `index` along an axis, boolean."""
         return self.volume.read_mask(index) if axis == "z" else self.turned(axis)[1].read(index)
 
     def prepared(self, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return slices along an axis as the model gets them, and their masks."""
+        """Return slices along an axis, normalised and filled under the mask as the model gets them, and their masks."""
         masks = [self.mask(axis, index) for index in indices]
         pairs = zip(indices, masks, strict=True)
         return [prepare_slice(self.voxels(axis, index), mask, self.task.scale) for index, mask in pairs], masks
@@ -86,25 +104,43 @@ class Making:
     def draw(
         self, axis: str, sample: int, prepared: Sequence[np.ndarray], masks: Sequence[np.ndarray], mode: str
     ) -> list[ItemSamples]:
-        """Return a sample of each of some slices, on all ranks of a replica.
+        """Restore one sample of some slices along an axis. Return the sample and cost of each slice.
 
-        Each axis has noise of its own; along z it is that of a job that restores along z alone.
+        All ranks of a replica call it. Each axis has noise of its own. Along z it is the noise of a job that restores
+        along z alone.
+
+        Args:
+            axis: "z", "y" or "x".
+            sample: number of the sample.
+            prepared: the slices, as `prepared` returns them.
+            masks: True where to restore.
+            mode: the preset.
         """
         numbers = [sample + self.samples * AXES.index(axis)] * len(prepared)
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
     def file(self, name: str, axis: str = "z", sample: int = 0) -> Restored:
-        """Return the file of masked voxels of `name`: a preset, or a method without a model, which has no samples."""
+        """Return the file that holds the masked voxels of one restoration.
+
+        Args:
+            name: a preset, or a method without a model, which has no axis and no samples.
+            axis: axis of the preset's slices.
+            sample: number of the preset's sample.
+        """
         return Restored(self.folder / f"{self.number}-{name}-{axis}-{sample}.f32", axis, self.volume.statistics)
 
     def reader(self, hidden: Hidden | None = None) -> Callable[[Window], tuple[np.ndarray, np.ndarray]]:
         """Return a function that reads a window of a tested volume, for methods without a model.
 
-        It returns the normalised voxels and the mask, with `hidden` added to it, [Z, Y, X] each. They come from the
-        copies along y, which are read once of a small volume.
+        That function returns the normalised voxels and the mask, [Z, Y, X] each. It reads the copies along y. A small
+        volume is read only once, and its windows are views.
+
+        Args:
+            hidden: regions that are added to the mask, in a round of the test; None to restore the mask alone.
         """
 
         def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
+            """Read a window from the copies. Return its normalised voxels and its mask."""
             image_ZYX, mask_ZYX = (copy.window(window) for copy in self.turned("y"))
             if hidden is not None:
                 indices = range(window[0].start, window[0].stop)
@@ -119,26 +155,34 @@ class Making:
 
     @cached_property
     def judged(self) -> list[np.ndarray]:
-        """The voxels that each round of the test is judged by: indices z, y and x, int [P, 3] a round."""
+        """The hidden voxels that each round of the test is judged by: their indices [z, y, x], int [P, 3] for each."""
         return [*map(self.volume.judged, self.hidden)]
 
     @cached_property
     def rounds(self) -> list[HiddenRound]:
-        """The rounds of the test with their truth, to which results are added."""
+        """The rounds of the test with their truth, to which results of units are added."""
         pairs = zip(self.hidden, self.judged, strict=True)
         return [HiddenRound(*pair, self.volume, self.task, self.samples) for pair in pairs]
 
     def intervals(self, index: int) -> Intervals | None:
-        """Return the intervals of slice `index` along z; None without a test, unknown where it could not judge."""
+        """Return the intervals for slice `index` along z.
+
+        They are None without a test, and without ends (`Intervals.unknown`) if the test could not calibrate them.
+        """
         if not self.hidden:
             return None
         deep_YX = depth(self.volume.read_mask, index, self.volume.statistics.shape[0])
         return (self.verdict.intervals or Intervals.unknown()).at(deep_YX)
 
     def fused(self, seen: SliceReview, mode: str) -> ItemSamples:
-        """Return a slice along z in a preset: the weighted mean of all that is taken, and the spread of its samples.
+        """Fuse a slice along z in a preset from the files of its parts.
 
-        With them are the PSNR of each sample, and the samples themselves where they are kept.
+        Return the weighted mean, the spread of the samples, the PSNR of each sample, and each sample if it is kept. The
+        cost is an equal share of the volume's.
+
+        Args:
+            seen: the slice.
+            mode: the preset.
         """
         mask_YX, image_YX = seen.mask_YX, np.zeros(seen.mask_YX.shape)
         values_SP, weights_SP, drawn_SP = self._samples(seen.index, mode, mask_YX)
@@ -150,7 +194,7 @@ class Making:
             int((self.volume.statistics.counts("z") > 0).sum())
         )[0]
         pairs = [*zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True)]
-        if not self.verdict.axes:  # nothing was drawn: each sample is what is written
+        if not self.verdict.axes:  # without the model nothing is random: all samples equal the mean
             pairs = [(mean_P, np.ones(mean_P.shape))] * self.samples
         psnr_db, kept = [], []
         for values_P, weights_P in pairs:
@@ -162,10 +206,15 @@ class Making:
         return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
 
     def _samples(self, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the masked voxels of a slice along z in all that is taken, and two sets of weights, [S, P] each.
+        """Return the S parts of a slice along z, their weights in its mean, and their weights in its spread.
 
-        The first weights are those of the mean; the second those of the deviation, which is that of samples, or that of
-        methods without a model where no samples are made.
+        All are [S, P] for P masked voxels. Parts are the model's samples along each axis, and methods without a model.
+        The spread is that of the samples; without samples it is that of the methods.
+
+        Args:
+            index: the slice.
+            mode: the preset.
+            mask_YX: the slice's mask.
         """
         verdict, statistics, count = self.verdict, self.volume.statistics, int(mask_YX.sum())
         values, shares, drawn = [], [], []
@@ -185,46 +234,49 @@ class Making:
         return np.stack(values), np.stack(shares), np.stack(drawn)
 
     def lines(self) -> list[str]:
-        """Return the lines that tell the user of the verdict."""
+        """Return the lines that tell the user the test's result, if there was a test, and the weights."""
         where = f"{self.task.stack.name}, mask {self.task.mask.name}"
         return [self.verdict.line(where)] * self.volume.tested + [self.verdict.weights_line(where)]
 
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """A unit of a volume, which one replica makes."""
+    """A unit of work on a volume, which one replica makes."""
 
-    making: Making  # the volume
-    axis: str  # along which its slices lie
-    indices: tuple[int, ...]  # the numbers of these slices
-    counted: ClassVar[bool] = True  # the progress bar counts its slices
+    making: Making  # the volume's restoration
+    axis: str  # axis along which its slices lie; empty for a unit without slices
+    indices: tuple[int, ...]  # indices of its slices along that axis
+    counted: ClassVar[bool] = True  # True if the progress bar counts its slices
 
     @abstractmethod
     def run(self, queue: Queue) -> Made:
-        """Make the unit, on all ranks of a replica. Return what the store keeps of it, on the rank that leads."""
+        """Make the unit. All ranks of a replica call it.
+
+        Return what the store keeps of the unit; on ranks that do not lead their replica, nothing.
+        """
 
 
 class Restoring(Work):
-    """A unit of the result: masked voxels, which go to `Restored` files; the store keeps their checksums."""
+    """A unit of the result. Its masked voxels go to `Restored` files, and the store keeps their checksums."""
 
     @abstractmethod
     def results(self) -> dict[str, Restored]:
-        """Return the files that it fills, by the names of presets, or by that of a method without a model."""
+        """Return the files that the unit writes to, by preset, or by method without a model."""
 
     @abstractmethod
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
-        """Return True if `verdict` gives it a part in what is written."""
+        """Return True if the unit is part of the result by the weights in `verdict`."""
 
     def sums(self) -> list[int]:
-        """Return checksums of what was made, as it is on the disk."""
+        """Return the CRC-32 of each of the unit's slices in each of its files, as they are on the disk."""
         return [zlib.crc32(one.read(n).tobytes()) for one in self.results().values() for n in self.indices]
 
 
 @dataclass(frozen=True)
 class ByModel(Restoring):
-    """A unit of the model: a sample of each slice, in every preset."""
+    """A unit of the result by the model: one sample of each of its slices, in every preset."""
 
-    sample: int  # its number
+    sample: int  # number of the sample along its axis
 
     def results(self) -> dict[str, Restored]:
         return {mode: self.making.file(mode, self.axis, self.sample) for mode in self.making.modes}
@@ -233,7 +285,10 @@ class ByModel(Restoring):
         return self.sample < samples_along(self.making.samples, verdict.axes).get(self.axis, 0)
 
     def run(self, queue: Queue) -> Made:
-        """Make the unit, as `Work.run`. Of each preset, a row holds the volume's number, the preset and the cost."""
+        """Restore the slices and write their masked voxels, as `Work.run`.
+
+        The store gets a row for each preset, with the volume's number, the preset and the cost, and the checksums.
+        """
         making, (prepared, masks) = self.making, self.making.prepared(self.axis, self.indices)
         queue.bar.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
         made = {mode: making.draw(self.axis, self.sample, prepared, masks, mode) for mode in making.modes}
@@ -249,9 +304,9 @@ class ByModel(Restoring):
 
 @dataclass(frozen=True)
 class Solved(Restoring):
-    """A unit of a method without a model, in slices along z."""
+    """A unit of the result by a method without a model, in slices along z."""
 
-    method: str  # its name in METHODS
+    method: str  # name of the method, a key of METHODS
     counted = False
 
     def results(self) -> dict[str, Restored]:
@@ -267,7 +322,10 @@ class Solved(Restoring):
         return (("sums", np.array(self.sums())),)
 
     def write(self) -> None:
-        """Write the masked voxels of all slices, a stretch of their rows at a time, so that cells are solved once."""
+        """Restore the masked voxels of the unit's slices and write them.
+
+        Rows are taken in bands as high as the cells that a method solves at once, so that no cell is solved twice.
+        """
         making, (file,) = self.making, self.results().values()
         mask_NYX = np.stack([making.mask("z", index) for index in self.indices])
         shape, read = making.volume.statistics.shape, making.reader()
@@ -285,17 +343,19 @@ class Solved(Restoring):
 
 @dataclass(frozen=True)
 class Trial(Work):
-    """A unit of the test on hidden regions: the methods without a model in a round, which have no axis.
+    """A unit of the test on hidden regions: all methods without a model, in one round. It has no axis and no slices.
 
-    The store keeps what is restored of the voxels that the round is judged by.
+    The store keeps the restored values of the voxels that the round is judged by.
     """
 
-    round: int  # its number
-    sample: int = 0  # the number of the model's sample
+    round: int  # number of the round
+    sample: int = 0  # number of the model's sample; 0 for methods without a model
 
     def run(self, queue: Queue) -> Made:
-        """Make the unit, as `Work.run`. By its name, each method's array holds all judged voxels, float64 [P]; NaN
-        where it restores nothing."""
+        """Restore the round's hidden voxels with each method, as `Work.run`.
+
+        The store gets an array under each method's name: the judged voxels, float64 [P]; NaN where it restores nothing.
+        """
         if not self.making.leads:
             return ()
         points_P3, shape = self.making.judged[self.round], self.making.volume.statistics.shape
@@ -304,11 +364,15 @@ class Trial(Work):
 
 
 class SliceTrial(Trial):
-    """A unit of the test on hidden regions: a sample of the model of each tested slice in a round."""
+    """A unit of the test on hidden regions: one sample by the model of some tested slices of a round."""
 
     def run(self, queue: Queue) -> Made:
-        """Make the unit, as `Work.run`. The array OWN holds the judged voxels in these slices, float64 [P]; NaN where
-        nothing is restored. Of each preset, a row holds the volume's number, the preset and the time."""
+        """Restore the tested slices in the first preset, as `Work.run`.
+
+        The store gets an array OWN: the judged voxels in these slices, float64 [P]; NaN where nothing is restored. It
+        gets a row for each preset, with the volume's number, the preset and the time. Slices that are hidden or masked
+        wholly are left out.
+        """
         making, hidden, reads = self.making, self.making.hidden[self.round], partial(self.making.mask, self.axis)
         masks = {index: reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices}
         masks = {index: mask for index, mask in masks.items() if not mask.all()}
@@ -328,15 +392,17 @@ class SliceTrial(Trial):
             here_P = points_P3[:, first] == index
             found_P[here_P] = one.restored01_YX[tuple(np.delete(points_P3[here_P], first, axis=1).T)]
         cost = Cost.summed([one.cost for one in drawn]) if drawn else Cost()
-        # A job in any other preset would take as long for its test.
+        # Each preset is charged the time of the test, since a job in that preset alone would need it too.
         spent = {name: getattr(cost, name) for name in ("seconds", "rank_seconds", "replica_seconds")}
         return (ROWS, [[making.number, mode, spent] for mode in making.modes]), (OWN, found_P)
 
 
 def works_of(making: Making) -> list[Work]:
-    """Return all units that a volume may need. Their order depends on the job's settings and masks alone.
+    """Return all units that a volume may need, in an order that depends on the job's settings and masks alone.
 
-    The test is first: its methods without a model, then each sample of the model.
+    The order is: methods without a model in the test, the model's samples in the test, the model's samples of the
+    result, and methods without a model for the result. Units of the result are made only if the verdict gives them a
+    weight.
     """
     volume, works, groups = making.volume, list[Work](), making.groups
     rounds = [*enumerate(making.hidden)]

@@ -1,10 +1,13 @@
-"""The restoration of volumes among a job's tasks. A test on hidden regions comes first; then slices along several axes
-are restored, and fused slice by slice along z.
+"""The restoration of the volumes among a job's tasks.
 
-Every restored slice goes to a file of its sample and axis, which holds the masked voxels alone. So a replica takes any
-slice of any axis, a start that goes on finds what is there, and no more is in memory than the slices that share calls,
-or one slice along z of all samples. On the disk, until the job ends: 4 bytes for each masked voxel, sample and preset,
-and for each of y and x that is needed a copy of the volume and one byte a voxel of the mask.
+The test on hidden regions comes first. Then slices along several axes are restored, and fused slice by slice along z.
+
+Masked voxels of restored slices go to a file for each sample and axis. So a replica can take any slice of any axis, and
+a resumed job finds what was made. In memory are at most the slices that share calls of the model, or one slice along z
+of all samples.
+
+Until the job ends, the files take 4 bytes of disk for each masked voxel, sample and preset. Each of the axes y and x
+that is needed takes a copy of the volume, and one byte a voxel for the mask.
 """
 
 from __future__ import annotations
@@ -27,23 +30,27 @@ from cocodiff_eval.harness.volume import HiddenRegionReport, judge_test
 from cocodiff_eval.harness.volume_work import Making, Restoring, Trial, Work, works_of
 from cocodiff_eval.quality.hidden import Hidden
 
-FUSED_TOGETHER = 8  # slices along z in a batch
+FUSED_TOGETHER = 8  # most slices along z in a batch that is fused
 
 
 class Volumes(Presets):
-    """The restoration of a job's volumes, before its batches. Without volumes, batches are made as `Presets` does.
+    """The restoration of a job's volumes before its batches, which are then made as by `Presets`.
 
-    of      The restoration of each volume, by the number of its task.
-    works   The units that the volumes may need.
+    of      The restoration of each volume, by the index of its task.
+    works   All units that the volumes may need.
+    counts  For each unit the number of its slices that the progress bar counts.
     """
 
     def __init__(
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
-        """Take the volumes among `tasks`.
+        """Take the volumes among a job's tasks.
 
-        restorer: restores slices with the model
-        hidden: the regions that are hidden in each round of a volume's test, by the number of its task
+        Args:
+            session: the job on its ranks.
+            restorer: restores slices with the model.
+            tasks: all tasks of the job.
+            hidden: by a task's index, the hidden regions of each round of its volume's test.
         """
         super().__init__(session.prepared.presets, session.exact)
         self.quiet, self.store = session.prepared.values["quiet"], session.prepared.output.store
@@ -56,20 +63,26 @@ class Volumes(Presets):
         self.counts = [len(work.indices) * work.counted for work in self.works]
 
     def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
+        """Return True if what unit `works[number]` wrote is unchanged on the disk, by the checksums in `made`."""
         work = self.works[number]
         return not isinstance(work, Restoring) or work.sums() == made["sums"].tolist()
 
     def batches(self, number: int) -> list[Batch]:
-        """Return the masked slices of a volume along z in batches, which are fused when all units are made."""
+        """Return batches of the masked slices along z of task `number`; they are fused when all units are made."""
         making = self.of[number]
         masked = [index for index, has_mask in enumerate(making.task.mask.masked) if has_mask]
         groups, samples = evenly(masked, FUSED_TOGETHER), tuple(range(making.samples))
         return [Batch(number, group, False, samples, making.samples, fused=True) for group in groups]
 
     def run(self, queue: Queue, first: int) -> None:
-        """Test the volumes, decide what is written of each, and restore that, on all ranks.
+        """Make the units of all volumes: test each, decide the weights of its result, and restore that.
 
-        The first sample of the test is judged first. Further ones are made unless the model is hopelessly behind.
+        All ranks call it. The test's first sample is made and judged alone. Further ones are made only for volumes in
+        which the model is not hopelessly behind. Rank 0 prints the verdicts.
+
+        Args:
+            queue: the job's queue of units.
+            first: number of the first of these units in the queue.
         """
         if not self.of:
             return
@@ -81,9 +94,9 @@ class Volumes(Presets):
                 bar, name = reading_bar(not self.quiet), making.task.stack.name
                 turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
                 turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
-        whole.broadcast_object(None)  # the copies are there
+        whole.broadcast_object(None)  # other ranks wait until the copies are made
         trials = {number: work for number, work in enumerate(self.works, first) if isinstance(work, Trial)}
-        queue.expect([*trials, *self._wanted(first)])  # before it is known which axes are taken: all of them
+        queue.expect([*trials, *self._wanted(first)])  # all axes are expected until the test chooses among them
         tests = dict[int, Trial]()
         for is_further in (False, True):
             more = {
@@ -103,21 +116,23 @@ class Volumes(Presets):
                 queue.bar.say(line)
             for file in {file.path: file for work in wanted.values() for file in work.results().values()}.values():
                 file.create()
-        whole.broadcast_object(None)  # the files are there
+        whole.broadcast_object(None)  # other ranks wait until the files exist
         queue.expect([*tests, *wanted])
         _run(queue, wanted)
         for number, mode, cost in self.store.rows([*tests, *wanted]) if queue.replica.leads else ():
             self.of[number].costs.setdefault(mode, []).append(Cost(**cost))
 
     def _wanted(self, first: int) -> dict[int, Restoring]:
-        """Return the units that the verdicts give a part in what is written, by their numbers."""
+        """Return by number the units that are part of the result by the verdicts; `first` is as in `run`."""
         works = {first + n: work for n, work in enumerate(self.works) if isinstance(work, Restoring)}
         return {number: work for number, work in works.items() if work.is_wanted(work.making.verdict)}
 
     def _judged(self, making: Making, more: Mapping[int, Trial]) -> HiddenRegionReport:
-        """Return the verdict on a volume when further units of tests are finished, which may be of other volumes too.
+        """Return the verdict on a volume after further units of tests. Called on rank 0.
 
-        more: by the numbers of their units
+        Args:
+            making: the volume's restoration.
+            more: the finished units of the tests of all volumes, by number.
         """
         if not making.hidden:
             return making.verdict
@@ -130,5 +145,5 @@ class Volumes(Presets):
 
 
 def _run(queue: Queue, works: Mapping[int, Work]) -> None:
-    """Make and save some units, given by their numbers, on all ranks."""
+    """Make and save some units, which are given by number. All ranks call it; each replica makes its share."""
     queue.run({number: partial(work.run, queue) for number, work in works.items()})
