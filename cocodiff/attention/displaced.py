@@ -120,7 +120,10 @@ class Displaced(StatefulCodec):
         self.inner.end(drain)
 
     def bytes_held(self) -> int:
-        """Return the most bytes held between calls. Received values that the inner codec keeps are counted there."""
+        """Return the most bytes held between calls, those of the inner codec included.
+
+        The newest values of tensors are added unless the inner codec keeps them itself, as it has then counted them.
+        """
         own = not self.inner.keeps_state
         return self.inner.bytes_held() + sum(state.bytes_held(own) for state in self._layers.values())
 

@@ -198,7 +198,11 @@ def one_replica(case: Case) -> Partition:
 
 
 def partitions_of_job(choice: Choice) -> Document:
-    """Return all partitions for plan.json, under "deals". Bytes are those of one image, or one batch of images."""
+    """Return all ways to partition the ranks for plan.json: a row under "deals" for each.
+
+    A row has the mesh, memory and predicted times, or the error by which it is impossible. `image_s` and bytes per
+    image are of one call of the pipeline, which may make a batch of images.
+    """
     rows: list[Document] = []
     for one in choice.listed:
         names = ("image_s", "images_per_hour", "job_s", "first_s", "bytes_per_image", "output_bytes_per_image")
@@ -329,7 +333,11 @@ def beside(coded: Document, uncoded: Document, codec: str) -> str:
 
 
 def at_both_ends(division: Division) -> list[Document]:
-    """Return a step's seconds, the mesh and the codec at both ends of every belief of the machine file."""
+    """Return what the plan becomes at both ends of the range of every value that was not measured on the machine.
+
+    These values are the machine file's beliefs. A row has a step's predicted seconds, and the mesh and codec in words.
+    Ends that are the file's own value have no row.
+    """
     return [
         {
             "belief": end.belief.name,

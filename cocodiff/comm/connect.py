@@ -73,16 +73,16 @@ THROUGH_HOST = ("host", "mpi-rma")  # transports that copy a device's tensors to
 
 
 class _Meeting(NamedTuple):
-    """The result of the ranks' first contact."""
+    """The result of the ranks' first contact: what a rank needs to connect to the watch, which notices lost ranks."""
 
     rank: int
     size: int
-    address: tuple[str, int]  # host and port of the watch
-    key: str  # the run's secret
+    address: tuple[str, int]  # host and port of the watch, which is on rank 0
+    key: str  # the run's secret, by which the watch knows its ranks
     listener: socket.socket | None  # listening socket of the watch, on rank 0
     store: Any  # torch.distributed's store, if there is one already
     interface: str  # address that rank 0 listens on; "" on other ranks
-    on_loopback: bool  # True if ranks reach each other by loopback
+    on_loopback: bool  # True if the watch has a loopback address, so that all ranks are on one host
 
 
 def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.device, str]:

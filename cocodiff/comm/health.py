@@ -150,7 +150,10 @@ class Line:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """Return the complete messages that have arrived; None if the other end has closed or breaks the protocol."""
+        """Wait for data, for at most SEND_S, and return the messages that are complete by now, perhaps none.
+
+        Return None if the other end has closed or breaks the protocol.
+        """
         at_once, most = (HELLO_BYTES, HELLO_BYTES) if self.rank is None else (1 << 16, LINE_BYTES)
         try:
             data = self.socket.recv(at_once)

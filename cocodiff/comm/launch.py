@@ -105,8 +105,9 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
 def _without_size(env: Mapping[str, str], rank: int) -> Launch:
     """Return the launch of a rank whose MPI launcher does not set the number of ranks.
 
-    The size is None if this rank's number shows that COCODIFF_RANKS is wrong. Ranks with lower numbers cannot tell; all
-    are told when they have met.
+    The size is that of COCODIFF_RANKS. Without it, under PALS, it is guessed as this node's ranks times the job's
+    nodes. It is None if neither is known, or if this rank's number is not below it and so shows that it is wrong.
+    Ranks with lower numbers cannot tell that; all ranks compare their sizes when they meet.
     """
     size, local_size, guessed = _number(env, (RANKS,)), _number(env, LOCAL_SIZE), False
     if size is None and "PALS_LOCAL_SIZE" in env and local_size:

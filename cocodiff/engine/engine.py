@@ -456,9 +456,16 @@ class Engine:
             load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
 
     def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
-        """Raise UserError if what is kept between calls does not fit, for a model that is known by its current call
-        only. kind: a name for its kind of layers, at the first of which this is called. layers: number of these. qkv:
-        of the first one."""
+        """Raise UserError if this rank lacks the memory for what the codec keeps of some layers between calls.
+
+        It is for models whose sizes cannot be planned and are seen only in a call. Layers call it before they attend;
+        the first of each kind, guidance branch and size is checked for all of its kind.
+
+        Args:
+            kind: a name for the kind of layers.
+            layers: number of layers of this kind.
+            qkv: the layer's tensors, which show their sizes.
+        """
         key = self.sequence, qkv.segments, kind, self.counter.branch
         if self.sequence.strategy.codec.keeps_state and key not in self._sized:
             self._sized.add(key)

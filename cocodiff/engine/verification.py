@@ -144,8 +144,15 @@ def exact_settings() -> dict[str, Config]:
 
 
 def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, Any]) -> Calls:
-    """Run a pipeline, and return the arguments of the first CALLS calls of each transformer, by name. Raise UserError
-    if the pipeline fails with these arguments or does not call all its transformers."""
+    """Run a pipeline, and return each of its transformers with the arguments of its first CALLS calls.
+
+    The arguments of a call are a dictionary by their names, and copies. Raise UserError if the pipeline fails with its
+    own arguments or does not call all its transformers.
+
+    Args:
+        models: the pipeline's transformers.
+        arguments: the pipeline's arguments; two steps without decoding unless they say otherwise.
+    """
     signature = inspect.signature(models[0].forward)
     calls: list[list[dict[str, Any]]] = [[] for _ in models]
     known = inspect.signature(pipe.__call__).parameters

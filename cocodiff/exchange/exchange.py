@@ -82,7 +82,11 @@ class Exchange:
             self.staged = StagedExchange(self.port, self.plans, self.name_of, self.groups, transport, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
-        """Return the name of the plan for blocks of this size: the only one, or the table's choice."""
+        """Return the name of the exchange that blocks take: "flat", "tapa" or "split".
+
+        With the setting "auto" it is the table's choice for their size, in mean MB per rank. Else it is the one that is
+        set.
+        """
         if self._table is None:
             return self._name
         return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))

@@ -50,13 +50,15 @@ class EncodedCall:
         return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
 
     def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
-        """Return the payloads to send instead of tensors. This runs on a lane, where it may wait for what it depends
-        on.
+        """Return the payloads to send instead of tensors, one for each tensor. They are cut into ranks' blocks later.
+
+        This runs on a lane, a background thread that sends, and may wait there for earlier work that it needs. This
+        base class returns the tensors as they are.
 
         Args:
-            tensors: q, k or v, [B, L, H, D] with this rank's rows; or OUTPUT, [B, T, G, D] with some `rows` of the
-                sequence.
-            rows: the rows that are given, of this rank's or of the sequence.
+            tensors: q, k or v, [B, L, H, D] with this rank's L rows and all H heads; or OUTPUT, [B, T, G, D] with T
+                rows of the sequence and this rank's G heads.
+            rows: the place of the given rows, among this rank's rows or in the sequence.
             ranks: the ranks that blocks are sent to.
         """
         return Encoded(list(tensors.values()), self.layout)
@@ -165,10 +167,15 @@ class Outgoing:
     def _by_block(
         self, tensors: Sequence[Any], by_rows: bool, ranks: Sequence[int], in_turn: bool = False
     ) -> dict[Block, tuple[Any, ...]]:
-        """Cut tensors into this rank's blocks with other ranks, by the rows of these ranks or by their heads.
+        """Cut each tensor into blocks, and return the parts of all tensors by block.
+
+        It serves for tensors to be sent, and for tensors that received blocks are put into.
 
         Args:
-            in_turn: see `blocks_of`.
+            by_rows: True for blocks of the others' rows and this rank's heads, False for this rank's rows and the
+                others' heads.
+            ranks: the rank at the other end of each block, in the order of the blocks in a tensor.
+            in_turn: True if blocks were encoded separately and lie one after the other in memory.
         """
         own, layout = self.end.rank, self.layout
         sizes, dim = ([layout.rows[rank] for rank in ranks], 1) if by_rows else (layout.heads, 2)

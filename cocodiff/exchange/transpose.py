@@ -113,8 +113,11 @@ class Transpose:
         return self._into
 
     def _memory_like(self, x_BRCD: Tensor) -> Tensor:
-        """Allocate the tensor to be filled. On the way to columns, these are outermost in memory, since the computation
-        goes by columns."""
+        """Allocate the tensor to be filled, with the batch and channels of the given one.
+
+        To columns it is [B, all rows, this rank's columns, D], and column by column in memory, since the computation
+        then goes by columns. Back it is [B, this rank's rows, all columns, D].
+        """
         B, D, own, (rows, columns) = len(x_BRCD), x_BRCD.shape[-1], self._exchange.rank, self._grid
         if self._way == "back":
             return x_BRCD.new_empty(B, rows.shares[own], sum(columns.shares), D)

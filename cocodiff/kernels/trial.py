@@ -107,8 +107,15 @@ def _chosen(op: str, ops: SyclOps | TorchOps, scores_2L: Tensor) -> list[Tensor]
 
 
 def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructions) -> list[Tensor]:
-    """Run an operation of the residual codec in 2, 4 and 8 bits, with a linear continuation. Decoding reads what torch
-    encoded."""
+    """Run an operation of the residual codec in 2, 4 and 8 bits. Return all tensors that were written.
+
+    Values are predicted from the two known reconstructions. To decode, the code is always made by torch, so that every
+    path decodes the same one.
+
+    Args:
+        op: "encode_residual" or "decode_residual".
+        ops: the operations to try.
+    """
     assert known.before is not None
     found = []
     for bits in (2, 4, 8):

@@ -73,7 +73,8 @@ class Adapter:
     """One model family's behaviour in parallel. The defaults suit most families; a family overrides what differs."""
 
     unsupported: ClassVar[dict[str, str]] = {}  # arguments that are wrong for a rank's part of the tokens: the reasons
-    plan: Plan = NOWHERE  # the places where tokens are cut and gathered, by names of segments
+    # by name of module, the cuts of its arguments and outputs into ranks' tokens, and gathers: see `models.plan`
+    plan: Plan = NOWHERE
     attention_kwargs = "joint_attention_kwargs"  # the argument that is passed on to attention processors
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:

@@ -209,8 +209,11 @@ class Division:
 
     @property
     def first_s(self) -> float:
-        """The additional seconds of a replica's first batch. If guidance's calls come in turn, all ranks compute both
-        branches of its first step."""
+        """The seconds that a replica's first batch takes beyond later ones: a step of each preset, or 0.
+
+        It is a step if two parts of the ranks take guidance's branches as calls in turn. In the first step both parts
+        compute both branches, to learn how many calls a step has.
+        """
         in_turn = self.partition.guidance > 1 and self.cases[0].branches > 1
         return sum(step.step_s for step in self.steps if in_turn)
 

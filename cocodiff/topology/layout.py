@@ -119,7 +119,7 @@ class Layout:
 
     @cached_property
     def may_stay_slices(self) -> tuple[slice, ...]:
-        """The place of the rows of `may_stay` among every rank's own rows.
+        """The place, among every rank's own rows, of those that V-Major may leave unsent; `may_stay` has their numbers.
 
         Raise UserError if other rows lie between them.
         """

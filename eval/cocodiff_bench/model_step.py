@@ -183,7 +183,10 @@ def check_shape(values: Values, shape: ModelShape) -> None:
 
 
 def check_room(shape: ModelShape, transport: Any) -> None:
-    """Raise UserError if a random model of the shape is too large for this rank."""
+    """Raise UserError if the weights of a random model of the shape exceed this rank's free memory.
+
+    Activations are not counted.
+    """
     need = shape.parameters * (4 if transport.device.type == "cpu" else 2)
     free = free_memory(transport.device, detect().local_size or transport.size)
     if free is not None and need > free:

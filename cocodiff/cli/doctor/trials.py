@@ -228,11 +228,14 @@ def rates(device: torch.device) -> dict[str, float]:
 
 
 def order(transport: Transport, group: Group) -> int | None:
-    """Try messages around a ring that are written on a busy stream and read on another one, while ranks are late in
-    turns. All ranks call it.
+    """Check that messages wait for the stream that writes them, and readers for messages. All ranks call it.
 
-    Return the number of rounds; None on a CPU, where work is complete when its call returns. Raise OwnRankError with
-    the fault: messages cannot be relied on then to gather it.
+    Messages go around a ring. Each is written on one stream and read on another; every second rank, in turns, keeps
+    its writing stream busy first.
+
+    Return the number of rounds; None on a CPU, where work is complete when its call returns. Raise OwnRankError if this
+    rank saw a message that was received, sent or read too early. Each rank raises its own, because messages that may be
+    wrong cannot gather the faults.
     """
     device = transport.device
     if device.type == "cpu":

@@ -177,7 +177,11 @@ class GuidanceParts:
             self._group.collective([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
     def _begin(self, sent: Sequence[Tensor]) -> None:
-        """Report that this rank begins a message between the parts, and count the bytes that it sends."""
+        """Tell the watch over ranks that this rank begins a message with its partner, and count the bytes it sends.
+
+        Args:
+            sent: the tensors that it sends; empty if it only receives.
+        """
         self._health.arrive(AT, self._among)
         for x in sent:
             self._trace.count(self._link, x.nbytes, purpose="guidance")
@@ -230,7 +234,10 @@ VIEWS = functions_named(
 
 
 def _is_view(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if a call of one of VIEWS returns a view of an awaited tensor."""
+    """Return True if a call of a function of VIEWS only makes a view of an awaited tensor, and so needs no values yet.
+
+    Indexing makes one with integers, slices, None and `...`, but not with tensors or lists.
+    """
     if func is not Tensor.__getitem__:
         return isinstance(args[0], Awaited)
     index = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -134,13 +134,16 @@ class GuidedRanks:
         _ = self.current.strategy
 
     def begin_call(self, counter: StepCounter, sample: Tensor, return_dict: Any, guided: bool | None) -> None:
-        """Decide which ranks compute this call, equally on all ranks, and set `current`, `sharing` and `own`.
+        """Decide how guidance's two parts of the ranks share this call of the model, equally on all ranks.
+
+        Set `sharing` to the division, and `current` to the ranks that share this rank's sequence. Set `own` to False if
+        the other part keeps the result of this call.
 
         Args:
-            counter: the position of this call
+            counter: the position of this call: run, step and branch
             sample: the tensor that is denoised
-            return_dict: the call's argument of that name
-            guided: see `GuidanceRule.sharing`
+            return_dict: the call's argument of that name, which changes the type of the result
+            guided: True if the pipeline uses guidance, None if it does not say
         """
         self._form = tuple(sample.shape), sample.dtype, return_dict
         self.sharing = self._rule.sharing(counter, len(sample), self._form, guided)

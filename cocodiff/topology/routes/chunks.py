@@ -183,7 +183,11 @@ class Side:
         return slice(before + own.start, before + own.stop)
 
     def sizes(self, chosen: range) -> tuple[int, ...]:
-        """Return the number of rows of every rank in its `chosen` slices."""
+        """Return the number of rows of every rank in some slices of its share.
+
+        Args:
+            chosen: consecutive numbers of slices, from 0 to `cuts` - 1.
+        """
         return tuple(starts[chosen.stop] - starts[chosen.start] for starts in self._starts)
 
 

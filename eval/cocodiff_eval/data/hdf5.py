@@ -95,7 +95,13 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
 
 
 def _default(h5: Any, follow_links: bool) -> str | None:
-    """Return the path of the object to open if the user names none; None if it is not clear which."""
+    """Return the path to open if the user names none: Data Exchange's `/exchange/data`, else the only group of frames.
+
+    Return None for all other files, also for one whose single dataset has another path.
+
+    Args:
+        follow_links: True to read other files that this one names.
+    """
     if h5.get(DATA_EXCHANGE.strip("/"), getlink=True) is not None:
         return DATA_EXCHANGE if _find(h5, DATA_EXCHANGE, follow_links)[0] is not None else None
     group = h5

@@ -291,12 +291,15 @@ def compose_native(
 
 
 def half_width(ends: Sequence[np.ndarray], mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
-    """Return half the width of a slice's intervals, in the input's units as floats, from the two ends in files.
+    """Return half the width of a slice's intervals, float [Y, X] in the input's units, from the two ends in files.
 
-    It is infinite if nothing is known of the slice's errors. All ends under the mask are then those of the dtype.
+    All of it is infinite if nothing is known of the slice's errors. The files then have the lowest and the highest
+    value, of the dtype or of the range that the input declares, everywhere under the mask.
 
     Args:
-        ends: the lower and the upper ends, [Y, X] each.
+        ends: the lower and the upper ends, [Y, X] each, in the files' dtype.
+        mask_YX: True where the slice was restored.
+        scale: the intensity range, with the limits that the input declares.
     """
     low, high = ends
     least, most = find_limits(scale.declared, low.dtype)

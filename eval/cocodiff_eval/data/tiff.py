@@ -327,8 +327,15 @@ def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
 
 
 def _check_like(file: str, first_file: str, first: Stack) -> dict[str, Any]:
-    """Return the file's `traits_of_scan`. Raise UserError if its shape, dtype or samples differ from the first
-    file's."""
+    """Return what a file of a stack should share with the stack's other files, such as the voxel size, by name.
+
+    These are the `traits_of_scan`, for the caller to compare. Raise UserError if the file does not hold one slice.
+    Raise it also if shape, dtype, orientation, or whether 0 is white, differ from the first file's.
+
+    Args:
+        first_file: name of the stack's first file.
+        first: this first file, opened.
+    """
     tifffile = tifffile_library()
     check_file(file)
     damaged = reading(f"{file}: not a readable TIFF", "save it again")

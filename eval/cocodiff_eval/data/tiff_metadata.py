@@ -204,7 +204,13 @@ def _imagej(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _new_ome(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an OME-TIFF for an input that is none, as tifffile takes them."""
+    """Return the argument `metadata` of tifffile for an OME-TIFF of an input whose own OME metadata cannot be kept.
+
+    It has the input's voxel size, description and attributes.
+
+    Args:
+        notes: our notes on how the file was made, by name; they become annotations.
+    """
     kept, said = file.metadata, dict[str, Any](axes="ZYX"[-file.ndim :], UUID=_identity(file))
     for axis, side in zip("ZYX", kept.voxel_size or (), strict=False):
         said |= {f"PhysicalSize{axis}": side}

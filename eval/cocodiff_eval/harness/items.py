@@ -186,10 +186,10 @@ class Cost:
         }
 
     def shares(self, count: int) -> list[Cost]:
-        """Divide the cost among `count` images. Return a cost for each.
+        """Divide the cost of `count` images that were made together. Return a cost for each.
 
         Seconds are divided evenly. Bytes are integers, so shares differ by at most one and their sum is unchanged. The
-        drift is not divided: each share has all of it.
+        measurements of each step in `drift` hold for all images: each share has all of them.
         """
         shared: dict[str, Any] = {"seconds": self.seconds / count, "rank_seconds": self.rank_seconds / count}
         shared["replica_seconds"] = {replica: one / count for replica, one in self.replica_seconds.items()}
@@ -293,15 +293,16 @@ def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
 
 
 def count_batches(slices: int, together: int, samples: int, video: bool = False) -> tuple[int, int]:
-    """Return the number of batches of a task, and the number of calls of the model in a batch.
+    """Return the number of batches of a task, and the number of groups of samples that a batch runs one by one.
 
-    Calibration samples are not counted. One call is assumed to take all tiles of `together` samples.
+    The samples of a group share every call of the model, which is assumed to take all their tiles. Calibration samples
+    are not counted.
 
     Args:
         slices: number of slices that the task has to restore.
-        together: most samples, of one or several slices, that share a call of the model.
+        together: most samples in a group, of one or several slices.
         samples: number of samples of each slice.
-        video: True if the slices of a batch are frames of one video.
+        video: True if the slices of a batch are frames of one video. A batch then has one sample of each.
     """
     of_slices, at_once = (together, 1) if video else shape_of_batch(slices, together, samples)
     return -(-slices // of_slices) * -(-samples // at_once), -(-at_once // together)

@@ -183,9 +183,14 @@ def is_planned(request: Request) -> bool:
 
 
 def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | None, int | None]:
-    """Return the given numbers of replicas and of a replica's parts for guidance; None for one that is not given.
+    """Return the numbers of replicas and of a replica's guidance parts that the user has set.
 
-    The latter is also None if presets give different numbers, as each of them then keeps its own.
+    None stands for a number that the planner may choose. The second is also None if presets set different numbers:
+    each then keeps its own.
+
+    Args:
+        values: the options by name.
+        presets: the settings of every preset of the job.
     """
     replicas = values.get("replicas")
     of_presets = {config.guidance_parallel for config in presets}

@@ -514,13 +514,14 @@ class Evidence:
 
 
 def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> HiddenRegionReport:
-    """Decide from the test's results what is written of a volume. Return the report with weights and intervals.
+    """Decide by the test on hidden regions how methods are weighted in the mean that is written of a volume.
 
-    Methods without a model are weighted by their errors at all hidden voxels. Their mean and the model's are then
-    weighted at the voxels that the model has restored.
+    Return these weights with the methods' PSNR and the intervals around the mean. First the methods without a model,
+    such as interpolation, are weighted by their errors at all hidden voxels. Then their mean and the model's are
+    weighted, at the voxels that the model has restored.
 
     Args:
-        rounds: the results of all rounds.
+        rounds: the results of all rounds of the test.
         volume: the plan for the volume.
         samples: number of the job's samples.
     """

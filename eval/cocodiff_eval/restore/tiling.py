@@ -92,7 +92,10 @@ class Level:
 
     @property
     def padding(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The padding before and after each axis, as `numpy.pad` takes it."""
+        """The rows and columns to add around the level so that it is at least as large as a tile; 0 if it is.
+
+        They are ((above, below), (left, right)), as `numpy.pad` takes them.
+        """
         (top, left), (below, right) = self.offset, np.subtract(self.padded, self.shape).tolist()
         return ((top, below - top), (left, right - left))
 
@@ -172,7 +175,15 @@ def plan_restoration(
 
 
 def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> Iterator[Level]:
-    """Yield the mask and its numbered holes on every level, until the whole slice fits a tile."""
+    """Yield a slice's mask and numbered holes at its own resolution, then at half of it and so on.
+
+    The last level is at most `native` long and wide. A hole has the same number on every level.
+
+    Args:
+        mask_YX: True where to restore.
+        native: side of the model's images in voxels.
+        tile: rows and columns of a tile.
+    """
     from scipy import ndimage
 
     labels_YX, _ = ndimage.label(mask_YX, structure=np.ones((3, 3)))
