@@ -56,10 +56,10 @@ class LayerArrivals(LayerState):
             receive()
 
     def bytes_held(self, own_last: bool = True) -> int:
-        """Return the number of bytes that the state holds.
+        """Return the bytes of the newest received tensors, of rows kept to measure changes, and of messages in flight.
 
         Args:
-            own_last: False if another codec owns the last values and counts them.
+            own_last: False to leave out the newest received tensors, which the inner codec then holds and counts.
         """
         held = [*self.sampled.values(), *(self.last.values() if own_last else ())]
         return sum(x.nbytes for x in held) + self.in_flight

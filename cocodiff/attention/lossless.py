@@ -101,13 +101,13 @@ class SentStream(NamedTuple):
 
 
 class ReceivedParts(NamedTuple):
-    """The received first parts of one tensor's streams."""
+    """One tensor as it has arrived: the parts of its streams that have a fixed length, without their rests."""
 
-    name: str
-    code_BTHW: Tensor  # the first parts
-    known: Known  # what is known of the tensor
-    lengths_N: Tensor  # lengths of the streams
-    found: Tensor | None  # what `stream_lengths` returned
+    name: str  # of the tensor
+    code_BTHW: Tensor  # first parts of the streams, W bytes for each token and head
+    known: Known  # the tensor's values at the last calls, which predict the new ones, and the place for these
+    lengths_N: Tensor  # length in bytes of each whole stream, one stream for each rank
+    found: Tensor | None  # what `stream_lengths` returned, for `decode_lossless`; None in torch
 
 
 class LosslessCall(StatefulCall):

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 class Torus:
-    """An attention call in chunks. k and v are in memory once: chunks are slices of the whole sequence."""
+    """One attention call that computes on the chunks that have arrived while other chunks are under way.
+
+    A chunk has the tokens of some ranks. It is a slice of q, k or v with all tokens of the group, and takes no memory
+    of its own.
+    """
 
     def __init__(
         self,

@@ -455,7 +455,11 @@ def explain(case: Case) -> list[str]:
 
 
 def named(kind: CallKind, config: Config) -> str:
-    """Return in words what calls of a kind send, and what they do not wait for."""
+    """Return in words how attention calls of a kind send tensors: how many tokens, coded how, and which displaced.
+
+    For instance "50% of the tokens stay" (are not sent), or "coded in int8, q, k displaced" (no call waits for q and
+    k).
+    """
     if config.selection != "full":
         return "all tokens travel" if kind.whole else f"{kind.stable:.0%} of the tokens stay"
     if kind.whole:

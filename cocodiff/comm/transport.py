@@ -192,7 +192,7 @@ class Transport(ABC):
 
 
 class LaneOwner(Transport):
-    """A transport of all ranks of a run, which owns the lanes."""
+    """A transport of all ranks of a run. It makes and closes the lanes, whose background threads post messages."""
 
     library = "none"  # name of the library that carries messages
     drawback = ""  # what is wrong with the transport that was asked for; "" if nothing is
@@ -205,7 +205,9 @@ class LaneOwner(Transport):
     # True if the library begins a message of a batch only when the one before it has ended on both ranks.
     one_by_one = False
     node_of: Sequence[Any] = ()  # the node of each rank, if messages within a node need groups of their own
-    carrier: LaneOwner | None = None  # for a device: carries values, and with `host` all messages
+    # The CPU transport beside a device's. It carries values and, with transport `host`, all tensors too, by way of host
+    # memory. None for a transport of CPU tensors.
+    carrier: LaneOwner | None = None
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
@@ -389,7 +391,7 @@ def broadcast_value(group: Group, value: Any) -> Any:
 
 
 def _by_peer(tensors: Mapping[int, Tensor]) -> Messages:
-    """Return tensors as messages."""
+    """Return tensors, given by peer, as the list of (tensor, peer) that `Group.send_recv` takes."""
     return [(tensor, peer) for peer, tensor in tensors.items()]
 
 

@@ -289,7 +289,10 @@ class Engine:
             yield replace(vae, "__getstate__", self.__reduce__)
 
     def __reduce__(self) -> Any:
-        """Raise UserError: a pipeline inside the block holds its engine, with the connections of a running job."""
+        """Raise UserError instead of copying or pickling the engine, which holds a running job's connections.
+
+        Inside the `with` block this also stands for `__getstate__` of the models, whose hooks hold the engine.
+        """
         name = type(self._pipe or self.model).__name__
         raise UserError(
             f"this {name} is parallel and can be neither copied nor pickled: do that outside of its `with` block"

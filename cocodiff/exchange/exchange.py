@@ -151,8 +151,10 @@ class Exchange:
         return bool(phase.sends or phase.receives or (group.at_once and len(group.ranks) > 1))
 
     def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], blocks: BlockSet) -> int:
-        """Count the bytes that this rank sends in some phases for the tensors' purpose. Return their sum; 0 if there is
-        no purpose."""
+        """Count the bytes that this rank sends in some phases a second time in the trace, for the outgoing's purpose.
+
+        Such a purpose is "late", of tensors that no call waits for. Return the sum of the bytes; 0 without a purpose.
+        """
         if outgoing.purpose is None:
             return 0
         sent = [(peer, blocks.bytes(message)) for phase in phases for peer, message in phase.sends.items()]

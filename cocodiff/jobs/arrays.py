@@ -92,9 +92,10 @@ class Restored:
         return f"Restored({what}, {len(self.samples)} sample(s); {self.outcome})"
 
     def _repr_html_(self) -> str:
-        """Return the HTML that notebooks show: the outcome, and one slice along each axis with the mask's outline.
+        """Return HTML for notebooks: the outcome, and slices of the restoration with the mask's outline.
 
-        The slices pass through the masked voxel nearest to the masked voxels' median. For [Y, X] it is that image.
+        There is one slice along each axis. All pass through one masked voxel, the nearest to the middle (the median
+        position) of the mask. A restored image [Y, X] is shown as it is.
         """
         import numpy as np
         from PIL import Image
@@ -331,7 +332,12 @@ def _error(code: int, text: str, folder: Path) -> Exception:
 
 
 def _read(folder: Path, preset: str) -> Restored:
-    """Return the results of a finished job from its temporary folder."""
+    """Return the results of a finished job from its temporary folder.
+
+    Args:
+        folder: has the mask, and in `out` what the job has written.
+        preset: the preset that the job restored with, which is in the names of its files.
+    """
     import numpy as np
 
     out = folder / "out"

@@ -207,7 +207,10 @@ class JobBar:
         self._bar.set_description_str(self._told(done), refresh=True)
 
     def _told(self, done: int) -> str:
-        """Return the text before the bar: finished items, their total, and items per hour of this start."""
+        """Return the text before the bar, such as "12 of 80 slices, 150 an hour".
+
+        The rate counts only the items that were finished since this start.
+        """
         hours = (time.monotonic() - self._since) / 3600
         rate = f", {(done - self._first) / hours:.0f} an hour" if done > self._first else ""
         return f"{done} of {self.total} {self._unit}{rate}"

@@ -362,7 +362,10 @@ class Bands(TorchFunctionMode):
             place.copy_(came)
 
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
-        """Send and receive rows. It runs in the control lane."""
+        """Send rows, and fill the tensors of `recvs` with received ones. Return these.
+
+        The thread of the control lane runs it.
+        """
         self._transport.world.send_recv(sends, recvs).wait()
         return [tensor for tensor, _ in recvs]
 

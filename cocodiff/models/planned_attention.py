@@ -58,7 +58,10 @@ class Marks:
         return any(self.any_of(x) if isinstance(x, list | tuple) else x in self for x in values)
 
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Mark the tensors that a function of torch has computed from marked ones."""
+        """Mark what a function of torch has computed from marked tensors, which has tokens of this rank's shard too.
+
+        That is its output or, for `x[...] = y`, x.
+        """
         if self.any_of(args) or self.any_of(kwargs.values()):
             for x in tensors_in(args[0] if function is Tensor.__setitem__ else output):
                 self.add(x)

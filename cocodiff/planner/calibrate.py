@@ -40,11 +40,15 @@ class Constants:
 
 
 class AllToAll:
-    """An exchange of equal blocks on all ranks."""
+    """An exchange of equal blocks among all ranks, whose seconds are predicted for a machine."""
 
     def __init__(self, topology: Topology, variant: str, size_mb: float) -> None:
-        """Compute the messages. variant: an exchange, or "flat_serial" (to one peer at a time). size_mb: MB per
-        rank."""
+        """Compute the bytes on the fullest link of every kind, for each stage of the exchange.
+
+        Args:
+            variant: name of an exchange, or "flat_serial": flat, but to one peer at a time.
+            size_mb: MB of all blocks of a rank, its block for itself included.
+        """
         P, one_peer, self._variant = topology.size, variant == "flat_serial", variant
         rows = max(1, round(size_mb * 1e6 / P / ROW_BYTES))
         self.block_bytes = rows * ROW_BYTES

@@ -89,7 +89,12 @@ def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
 
 
 def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """Return the mean over all steps of a quantity that is known for some kinds of calls."""
+    """Return the mean over all steps of a quantity that depends on the kind of calls, such as seconds.
+
+    Args:
+        known: its values for some kinds. For others it is interpolated in the fraction of tokens that are not sent.
+        steps: for every step, the share of its calls that is of each kind.
+    """
     return statistics.mean(sum(part * of_kind(known, kind) for kind, part in step.items()) for step in steps)
 
 

@@ -157,7 +157,14 @@ class Stage:
         return latency_s + self.messages * message_s + self.handled * blocked_s
 
     def hop(self, rows_P: Floats, heads_P: Floats, cell: int, latencies: Latencies) -> Hop:
-        """Return the cost of a tensor in this stage. cell: bytes of one token for one head."""
+        """Return the cost of sending one tensor in this stage.
+
+        Args:
+            rows_P: number of rows (tokens) of each rank.
+            heads_P: number of heads of each rank. A block has one rank's rows for the heads of another.
+            cell: bytes of one token for one head, in the whole batch.
+            latencies: those of the machine.
+        """
         sender_N, _, rows_N, heads_N = self._blocks_N4.T
         packed_P = np.bincount(sender_N, rows_P[rows_N] * heads_P[heads_N], 1)
         traffic, wait_s = self.traffic(rows_P, heads_P), self.wait_s(latencies)

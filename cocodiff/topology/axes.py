@@ -78,7 +78,7 @@ class Mesh:
 
     @cached_property
     def parts(self) -> tuple[Topology, ...]:
-        """The topology of every group by itself, in which rank u is the group's slot u."""
+        """The topology of each Ulysses group by itself. Its rank u is the rank at the group's slot u."""
         return (self.topology,) if self.ring == 1 else tuple(self.topology.part(group) for group in self.groups)
 
     def heads(self, heads: int) -> tuple[int, ...]:

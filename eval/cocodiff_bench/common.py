@@ -178,7 +178,7 @@ def rows(
     """
 
     def ratio(name: str, to: str) -> float | None:
-        """Return the median of the paired ratios of two variants."""
+        """Return the median over turns of `name`'s seconds divided by `to`'s; None if `to` was not measured."""
         if to not in seconds:
             return None
         return statistics.median(a / b for a, b in zip(seconds[name], seconds[to], strict=True))

@@ -317,9 +317,9 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def calls_of(built: Built) -> tuple[Calls, Calls]:
-    """Return the calls to time, and the calls that start a step before them, by key.
+    """Return the functions to time, and those that begin a step before each of them, both by `key_of`.
 
-    Displaced calls and shared weights start their steps themselves.
+    Variants with displaced tensors or shared weights have no second function: the first begins their steps.
     """
     variants, begins = Calls(), Calls()
     for (name, kind), one in built.items():

@@ -77,7 +77,7 @@ class Network:
                 space.close()
 
     def tile(self, rank: int) -> Namespace:
-        """Return the namespace of a rank's tile."""
+        """Return the network namespace that stands for a rank's tile, the part of a GPU that it computes on."""
         return self.spaces["tile", rank, 0]
 
     def build(self) -> None:

@@ -95,12 +95,12 @@ def fit_figure_11(machine: Machine, baseline: str = "flat_serial") -> Fit:
 
 
 class Run(NamedTuple):
-    """A case of the paper."""
+    """A case of the CoCoDiff paper: a model that makes images of one size on some nodes."""
 
     model: str  # a name in configs/models
     size: int  # pixels of the image's side
     nodes: int
-    batch: int | None = 1  # None: the largest that fits the planned memory, up to the paper's
+    batch: int | None = 1  # images in a call; None: as many as the planned memory holds, at most LARGEST_BATCH
 
 
 MODELS = ("sd3.5-paper", "qwen-image", "flux.1", "flux.2")

@@ -204,7 +204,7 @@ def check_cores(facts: Facts, found: Findings) -> None:
 
 
 def _apart(a: Sequence[int], b: Sequence[int]) -> bool:
-    """Return True if two known sets of sockets have none in common."""
+    """Return True if two sets of CPU sockets have none in common; False if one is empty, which means unknown."""
     return bool(a and b) and not set(a) & set(b)
 
 

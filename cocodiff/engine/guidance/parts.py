@@ -88,9 +88,13 @@ class GuidanceParts:
         return output
 
     def awaited(self, like: Any) -> Any:
-        """Return the result of a call that the other part computes, with tensors that wait for their values when they
-        are read. Reading them raises RuntimeError if the other part failed. like: a result of the same shapes and
-        dtypes."""
+        """Return the result of a call of the model that the other part of the ranks computes, for a guidance branch.
+
+        Its tensors wait for their values when they are read. Reading raises RuntimeError if the other part failed.
+
+        Args:
+            like: a result of the same shapes and dtypes.
+        """
         self._next += 1
         result = self._without_values(like)
         buffers = self._message(result)

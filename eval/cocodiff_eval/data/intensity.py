@@ -320,8 +320,10 @@ def compare_truth(
     """Return the truth of a stack, with a remark if its voxels outside the mask differ from the stack's.
 
     Voxels are equal if they differ by less than SAME of the range, or by at most one unit in an integer stack. Voxels
-    of the truth that are NaN are not compared. Both volumes are read once. Raise UserError if they differ by more than
-    OTHER and `likeness` finds a reason.
+    of the truth that are NaN are not compared. Both volumes are read once.
+
+    Raise UserError if the root mean square difference is above OTHER of the range and `likeness` sees why: the truth
+    is mirrored, scaled, or unlike the input. Without such a reason there is only the remark.
     """
     step = min(1.0, scale.scale / 10) if stack.dtype.kind in "ui" else 0.0
     known, other, largest, squares = 0, 0, 0.0, 0.0

@@ -374,7 +374,11 @@ class Group:
         }
 
     def db(self, candidate: int) -> dict[int, float | None]:
-        """Return the dB of the slices that a candidate was tried on, by place; as `Bound.keeps` takes it."""
+        """Return by place the dB of each slice that a candidate was tried on, to compare with the bound.
+
+        It is the PSNR against the exact run or the loss of PSNR against the truth, as `Bound.against` says. None means
+        that all bits of the slice equal the exact run's.
+        """
         return {place: figure.db for place, figure in self.figures.get(candidate, {}).items()}
 
     def next(self, quality: Quality) -> Trial | None:

@@ -102,10 +102,10 @@ class Volume:
         return min(MOST, max(LEAST, usual), most)
 
     def judged(self, hidden: Hidden) -> np.ndarray:
-        """Return the indices [z, y, x] of the hidden voxels that a round is judged by, int [P, 3].
+        """Return the hidden voxels that a round of the test is judged by: indices [z, y, x], int [P, 3].
 
-        Of a large volume they are a part: voxels where tested slices cross, or random cubes in a round without tested
-        slices. There are at most JUDGED.
+        There are at most JUDGED. In a volume larger than SMALL they are those where tested slices along all three axes
+        cross. If the round tests no slices, they lie in cubes at random places of the regions.
 
         Args:
             hidden: the hidden regions of the round.

@@ -198,8 +198,8 @@ class Intervals:
 
         Args:
             errors_P: the errors.
-            spread_P: the samples' standard deviations; all 0 to leave the spread out.
-            depth_P: distances as of `at`.
+            spread_P: the samples' standard deviations; if all are 0, intervals follow from the floor alone.
+            depth_P: distance to the nearest known voxel, in voxels. The floor grows with its square root, see `at`.
         """
         if errors_P.size < FEWEST_HIDDEN:
             return cls.unknown()

@@ -322,10 +322,15 @@ def _lattice(
 
 
 def _scattered(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator) -> list[Piece]:
-    """Return regions in cells anywhere in the volume, which together hide as much as the mask does.
+    """Return regions to hide anywhere in the volume, in cells of the survey's grid.
 
-    They hide at least 4,000 voxels, but at most 15 % of the known cells. Each takes the best of four random places: the
-    one whose surroundings look most like those of its part of the mask.
+    Regions are placed until they hide as many cells as the mask, or 4,000 voxels if that is more, or 15 % of the known
+    cells if that is less. Each has the form of a part of the mask. Of four random places it takes the one whose
+    surroundings look most like that part's. Fewer are returned if too many places are unfit.
+
+    Args:
+        boxes: the mask's parts.
+        weights: probability of each part.
     """
     from scipy.ndimage import binary_dilation
 

@@ -279,7 +279,11 @@ class Result:
     bytes_exact: Mapping[str, int] | None = None  # bytes of the exact run, if there is a drift
 
     def row(self) -> dict[str, Any]:
-        """Return the result as plain data for JSON, without the fields that do not apply to the image."""
+        """Return the result as plain data for JSON, without the fields that do not apply to the image.
+
+        Fields of OR_NULL that apply are written as null if they are None, such as the PSNR without a truth. Other
+        fields that are None are left out.
+        """
         found = dict(vars(self))
         for name in [one for one in OF_LINKS if found[one] is not None]:  # 0 for links without messages
             found[name] = {link: int(found[name].get(link, 0)) for link in LINKS}
@@ -387,10 +391,11 @@ STRIP, BARS = (16, 46), (66, 146)  # top and bottom of the strip of tensors and 
 
 
 class StepsFigure(NamedTuple):
-    """The figure of one preset's steps as areas of an SVG picture."""
+    """The figure of one preset in the report: for each step a bar of tensors and a bar of bytes, both as shares."""
 
-    mode: str
-    paths: dict[str, str]  # the SVG path of each kind of tensor and of bytes
+    mode: str  # name of the preset
+    # SVG path of each part of the bars: "whole", "coded" and "displaced" tensors; bytes "waited" for, and "late" ones
+    paths: dict[str, str]
     told: str  # the means over the steps, in words
     last: int  # number of the last step
 

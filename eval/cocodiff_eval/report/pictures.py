@@ -128,11 +128,14 @@ def worst_slices(psnr_db: dict[int, list[float]], shown: frozenset[int], count: 
 
 
 def encode(picture: Picture | Generated, side: int, share: int) -> str:
-    """Return the pictures of a slice or an image as JSON.
+    """Return the pictures of a slice or an image as JSON, compressed so that they fit in `share` bytes.
+
+    They get the best quality at which they fit. If they fit at none they are also made smaller, down to SMALLEST_SIDE,
+    where they may take more.
 
     Args:
-        side: longer side in pixels, at most. It is reduced if the pictures exceed `share` at the lowest quality.
-        share: bytes of all pictures together, at most, before base64.
+        side: most pixels of the longer side.
+        share: most bytes of all pictures together, before base64.
     """
     while True:
         head, images = _of_image(picture, side) if isinstance(picture, Generated) else _of_slice(picture, side)

@@ -310,7 +310,10 @@ def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[
 
 
 def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Places:
-    """Draw the lines of the panel of speed. Return the place of each row."""
+    """Draw the reference lines of the panel of PSNR over speed-up: those of the exact run, and the paper's limit.
+
+    Return the rows that have both values, each with its speed-up and its change of PSNR in dB. Points are not drawn.
+    """
     places = [(row, row.cost["speed-up to flat"], row.difference["psnr_db"]) for row in rows]
     axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)

@@ -148,7 +148,7 @@ class PipelineInpainter:
 def made_by(pipe: Any, seed: int, advance: Callable[[], None], /, **given: Any) -> tuple[Any, int]:
     """Call a pipeline without its own progress bar. Return its images or frames, and the number of steps that ran.
 
-    Raise UserError if latents are NaN.
+    Raise UserError if latents are NaN or Inf after the first step. Later ones are not checked.
 
     Args:
         seed: see `drawing_from`.

@@ -28,7 +28,7 @@ REFINE_STRENGTH = 0.2  # noise level from which finer levels are refined; 1 woul
 
 @dataclass(frozen=True)
 class Tile:
-    """One window of a padded level."""
+    """A window that the model restores in a level, which is the slice at one resolution, padded to at least a tile."""
 
     row: int  # first row in the padded level
     column: int  # first column in the padded level
