@@ -49,16 +49,16 @@ class QueryPiece(NamedTuple):
 
 @dataclass
 class PiecesInFlight:
-    """The messages of one call that the lane's jobs have posted and not yet waited for."""
+    """The state of one call of streaming attention: messages between nodes that are posted, and what is merged."""
 
     layer: str
     pieces: Sequence[QueryPiece]
-    rows: Sequence[int]  # number of tokens of every group
+    rows: Sequence[int]  # number of tokens of every Ulysses group
     # queries that are sent between nodes, with their buffers
     queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)
     # results that are sent between nodes, with their buffers and heads
     parts: deque[tuple[Pending, Partial, slice]] = field(default_factory=deque)
-    # merged results of the own queries, by the first head of each run
+    # results for this rank's own queries, merged so far; by the first head of each run of heads
     merged: dict[int, Partial] = field(default_factory=dict)
 
 

@@ -338,6 +338,8 @@ def is_loopback(address: str) -> bool:
 def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket.socket:
     """Listen on the interface that `host` names, or on all if that cannot be determined.
 
+    A loopback address is taken only with `one_host`: else other hosts may know this one by another address.
+
     Args:
         one_host: True if all ranks are on this host.
         ranks: their number, for the backlog.

@@ -367,7 +367,14 @@ def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]
 
 
 def gather_values(group: Group, value: Any) -> list[Any] | None:
-    """Return the values of all ranks of a group on its first rank, and None on the others."""
+    """Gather a value from every rank of a group. Return them on its first rank, in the group's order; None on others.
+
+    This blocks; it is for jobs of a lane.
+
+    Args:
+        group: over host memory.
+        value: plain data, of the types that `as_bytes` takes.
+    """
     if group.index:
         pass_values(group, {0: as_bytes(value)}, ())
         return None

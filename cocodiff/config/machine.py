@@ -49,14 +49,17 @@ def check_shares(where: str, least: float = 1e-3, **shares: float) -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """One tile: its memory and its speed. A memory or rate of 0 is unknown."""
+    """The memory and speed of a tile: a GPU, or a part of a card that acts as one.
+
+    A memory or rate of 0 is unknown.
+    """
 
     memory_gib: float = 0.0  # GiB of memory
     memory_gb_s: float = 0.0  # GB/s that its memory reads and writes
     bf16_tflop_s: float = 0.0  # TFLOP/s of dense bf16 matrix products
     launch_us: float = 0.0  # microseconds to launch a kernel
-    wait_us: float = 0.0  # microseconds from a computed number until the host has read it and the next kernel runs
-    instructions_g_s: float = 0.0  # 10^9 instructions of 16 lanes that its vector engines start in a second
+    wait_us: float = 0.0  # microseconds lost, besides a launch, when the host reads a number that the device computed
+    instructions_g_s: float = 0.0  # 10^9 vector instructions, each for 16 elements, that the tile starts in a second
     peak_share: float = 1.0  # share of bf16_tflop_s that the arithmetic of a model reaches
     overlap_share: float = 1.0  # share of a message's time that arithmetic can hide
     library_mib: float = 0.0  # MiB of the tile that the communication library takes for a process

@@ -153,7 +153,10 @@ class Outgoing:
         return self.coded.encode(self._tensors, self._rows, self._ranks)
 
     def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
-        """Cut payloads into blocks."""
+        """Cut payloads into a block for each rank that they go to: forward by heads, back by rows.
+
+        Lists are cut already, and only sorted by block.
+        """
         return self._by_block(payloads, self.way == "back", self._ranks)
 
     def target(self, here: BlockSet) -> Target:
@@ -184,7 +187,11 @@ class Outgoing:
         return dict(zip(blocks, zip(*parts, strict=True), strict=True))
 
     def placed(self, here: BlockSet) -> Target:
-        """Put the blocks that are here into new tensors, and return these."""
+        """Allocate the tensors that this rank receives, copy their blocks into them, and return them.
+
+        Args:
+            here: the blocks that this rank holds after the exchange: those received, and its own.
+        """
         target = self.target(here)
         target.place(here.blocks)
         return target

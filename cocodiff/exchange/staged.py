@@ -163,10 +163,12 @@ class Started:
     target: Target
 
     def __init__(self, staged: StagedExchange, outgoing: Outgoing, first: Started | None = None) -> None:
-        """Describe a tensor before its first stage.
+        """Prepare a tensor for sending in stages. Nothing is encoded or allocated before `begin`.
 
         Args:
-            first: an earlier one whose target this one shares; None for a target of its own.
+            staged: the exchange that sends it.
+            outgoing: the tensor, or one chunk of attention's output.
+            first: the first chunk of the same output, whose target this one fills too; None for a target of its own.
         """
         self.outgoing, self._staged, self._first = outgoing, staged, first
         self.leaving: list[Pending] = []  # the last stage's messages to other nodes

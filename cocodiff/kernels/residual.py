@@ -195,7 +195,12 @@ def _write(target: Tensor, x: Tensor) -> None:
 
 
 def _write_state(known: Reconstructions, predicted_BLHD: Tensor, values_GC: Tensor) -> None:
-    """Write the sum of prediction and values over the older reconstruction."""
+    """Write the next reconstruction, the sum of prediction and decoded residual, over `known.older`.
+
+    Args:
+        predicted_BLHD: the prediction, float32.
+        values_GC: the decoded residual, [B, L, H, groups, 32]. Channels after the last of a head are left out.
+    """
     target = known.older
     _write(target, predicted_BLHD + values_GC.flatten(-2)[..., : target.shape[-1]])
 

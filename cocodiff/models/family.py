@@ -51,7 +51,11 @@ class Pipelines:
 
     @classmethod
     def of_class(cls, kind: Any) -> Pipelines:
-        """Return the pipelines of a class of diffusers without a family, by the arguments of its call."""
+        """Return the facts about a diffusers pipeline class that no family lists, read off its call's signature.
+
+        The class is the one that generates, and there is none to inpaint. The signature tells which embeddings a call
+        takes, if these are lists, and the default size of a video.
+        """
         takes = signature(kind.__call__).parameters
 
         def number(name: str, otherwise: int) -> int:

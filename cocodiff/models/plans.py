@@ -116,8 +116,11 @@ UNLESS: dict[str, tuple[str, Any, str]] = {
 
 
 def plan_of(model: Any) -> Plan | None:
-    """Return the plan of a transformer's class: ours, else its own, else None. Raise UserError for a model that ours
-    does not fit."""
+    """Return the places where a transformer's tokens are cut and gathered, by its class.
+
+    This project's plan precedes diffusers' own (`_cp_plan`). None if there is neither. Raise UserError for a model with
+    a setting for which the plan is wrong.
+    """
     name = known_name(model)
     if name in UNLESS:
         setting, value, reason = UNLESS[name]

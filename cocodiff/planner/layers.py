@@ -204,10 +204,10 @@ class PlannedLayer:
 
 
 class PlannedCall:
-    """A simulation of a rank's main thread and lanes in consecutive layers.
+    """A simulation of one rank that runs layers of one kind: when it computes, sends, and waits for messages.
 
-    It takes the place of the strategy, the transfer and the trace that an order is given. Tensors are sent hop by hop,
-    each when its lane is free.
+    The setting's order, which decides when q, k and v are made and sent, runs as in the engine. To it this object is
+    the strategy, the transfer and the trace. Tensors are sent hop by hop, each when its lane is free.
     """
 
     def __init__(self, case: Case, kind: Kind, call: CallKind, sent: Sent) -> None:

@@ -119,9 +119,9 @@ class Layout:
 
     @cached_property
     def may_stay_slices(self) -> tuple[slice, ...]:
-        """The place, among every rank's own rows, of those that V-Major may leave unsent; `may_stay` has their numbers.
+        """The slice of each rank's own rows that V-Major may leave unsent, by rank; `may_stay` has their numbers.
 
-        Raise UserError if other rows lie between them.
+        Raise UserError if the segments of these rows do not stand side by side.
         """
         kinds = [part.segment.may_stay for part in self.parts]
         first = kinds.index(True) if True in kinds else 0

@@ -249,14 +249,14 @@ def rows_of(
     of_tapa: Sequence[Span],
     best_s: float | None,
 ) -> list[Row]:
-    """Return the variants' rows, and a row of the bound if there is one.
+    """Return a row of bench.json for each variant of the exchange, and one for the links' bound if it is known.
 
     Args:
         size: MB of every rank.
-        slowest: measurements by variant.
-        sent: bytes by variant and class of link.
-        of_tapa: the spans of TAPA's trace on all ranks.
-        best_s: the bound; None if unknown.
+        slowest: seconds of each measurement on its slowest rank, by variant.
+        sent: bytes of all ranks in a call, by variant and class of link.
+        of_tapa: the spans of all ranks in TAPA, the exchange in two phases; its row has the seconds of each phase.
+        best_s: seconds by the bound; None if unknown.
     """
     found = common.rows(f"{size:g}MB", slowest, sent, common.compared_with(slowest, "flat", "tapa"))
     for row in found:

@@ -141,7 +141,15 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name and call of a way for every number of threads and every size of blocks."""
+    """Yield the name and function of each run of a way in one process: one for every number of threads.
+
+    The way "blocks" has one for every size of blocks, too.
+
+    Args:
+        way: a name in ALONE.
+        call: the tensors to attend with. "triad" has its own: it measures memory, as a bound.
+        values: the command's options.
+    """
     runs: dict[str, Callable[[], Any]] = {}
     if way == "triad":
         a, b, c = (torch.ones(TRIAD_NUMBERS) for _ in range(3))

@@ -51,7 +51,12 @@ OPTIONS = common.with_common_options(
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that these ranks cannot measure."""
+    """Raise UserError for options that cannot be measured, and on a single rank, which shares the model with none.
+
+    Args:
+        values: the command's options.
+        ranks: number of ranks of the launch; None if unknown, and then not checked.
+    """
     check_counts(values, "slices", "frames", "side", "layers", "heads", "head_dim", "repeats", "ranks")
     if not 0 <= values["waits"] < float("inf"):
         raise UserError(f"--waits {values['waits']}: give 0 or more")

@@ -123,7 +123,10 @@ class StandIn:
             self.run_layer(number)
 
     def run_layer(self, number: int) -> None:
-        """Run one layer."""
+        """Run `layer`, in place of layer `number` of the model: with real messages, and waits for computation.
+
+        All layers are equal. The number only keeps apart what codecs remember of each.
+        """
         name = self.layer.kind.name
         self.layer.run(self._strategy, LayerKey(f"{name} {number}" if number else name))
 

@@ -107,7 +107,7 @@ class Paper:
 
     @property
     def commands(self) -> dict[str, Run]:
-        """The paper's commands, by the name with its {keys}."""
+        """The paper's commands, by name. A {key} in a name stands for the values in the command's `each`."""
         return {name: Run(**run) for name, run in self.runs.items()}
 
 

@@ -93,7 +93,11 @@ class Namespace:
 
 
 def main(words: Sequence[str]) -> None:
-    """Enter this rank's tile and become the program `words`."""
+    """Enter the network namespace of this rank's tile, and replace this process by a program.
+
+    Args:
+        words: the program and its arguments.
+    """
     try:
         rank = detect().rank
     except UserError as error:

@@ -110,7 +110,13 @@ class Network:
         self._ip[key] += [f"link add {BRIDGE} type bridge", f"addr add {own}/32 dev {BRIDGE}", f"link set {BRIDGE} up"]
 
     def _join(self, one: tuple[Key, str], other: tuple[Key, str], gb_s: float | None) -> None:
-        """Connect two namespaces by a veth pair, limited in both directions to a rate (None: not limited)."""
+        """Note the commands that connect two namespaces by a veth pair. `build` runs them.
+
+        Args:
+            one: a namespace, and the name of the network interface at its end.
+            other: the same for the other end.
+            gb_s: GB/s of the link on the machine. Each direction is limited to `1 / scale` of it; None: not limited.
+        """
         (here, name), (there, peer) = one, other
         self._ip[here].append(
             f"link add {name} mtu {self._mtu} type veth peer name {peer} mtu {self._mtu} "

@@ -163,7 +163,13 @@ class Planned:
 
 
 def run_paper(values: dict[str, Any]) -> dict[str, Any]:
-    """Print the fit to Figure 11 and the planned cases. Return their entries of plan.json."""
+    """Fit a machine to Figure 11 of the CoCoDiff paper and plan the paper's cases on it. Print both.
+
+    Return the constants that were fitted, the rows of the cases and the quality of the fits, for plan.json.
+
+    Args:
+        values: the command's options, of which only `machine` is used.
+    """
     machine = load_machine(values["machine"])
     fits = {baseline: fit_figure_11(machine, baseline) for baseline in BASELINES}
     say("\n".join(lines_of(fits)))

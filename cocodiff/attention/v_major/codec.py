@@ -358,6 +358,9 @@ class CardCall(SelectiveCall):
 
 
 def dense(x_BLHD: Payload) -> Tensor:
-    """Return a block with all rows, as v has in the first phase."""
+    """Return a payload as it is, once it is checked to be a tensor with all rows, and not `Rows` that were chosen.
+
+    Blocks of v are such tensors until TAPA's first phase is over.
+    """
     assert isinstance(x_BLHD, Tensor), "these rows were chosen already"
     return x_BLHD

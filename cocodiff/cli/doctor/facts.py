@@ -416,7 +416,12 @@ def read(path: Path) -> str:
 
 
 def total_memory(device: torch.device, ranks: int) -> int | None:
-    """Return the bytes of memory of a device, divided among the ranks that share it."""
+    """Return the bytes of memory of a rank's device: of an accelerator its share, of a CPU all of the host's.
+
+    Args:
+        device: the rank's device.
+        ranks: number of ranks on this host, which may share accelerators.
+    """
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(properties_of(device).total_memory) // ranks_on_device(device, ranks)

@@ -165,7 +165,11 @@ class GuidedRanks:
         return self._split().own_rows(arguments, batch)
 
     def compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, or return what stands in for its result on ranks that do not compute this call."""
+        """Return the result of the model's forward on every rank: computed here, or received from the other part.
+
+        A received result is returned at once. Its tensors wait for their values when they are read. With `Sharing.ROWS`
+        each part computes half of the batch, and they exchange halves.
+        """
         parts = None if self.sharing is Sharing.TOGETHER else self._split()
         like = self._rule.outputs.get(self._form)
         if parts is not None and self.sharing is Sharing.CALLS and not self.own:

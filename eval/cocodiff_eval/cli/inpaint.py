@@ -164,9 +164,9 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
 
 
 def say_time_here(prepared: Prepared, launch: Launch, tasks: list[Any]) -> None:
-    """Say how long the job takes by a call of the model that is timed here, unless the plan says it.
+    """Print how many tiles the job restores, and how long it takes by calls of the pipeline that are timed here.
 
-    Without weights nothing can be timed, and nothing is said.
+    No time is printed if the plan predicts it, or if the model cannot be run here, as without weights.
     """
     from cocodiff_eval.harness.restoring import count_tile_steps, say_time, told_steps
 

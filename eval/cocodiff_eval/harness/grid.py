@@ -146,7 +146,9 @@ def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
 
 
 def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[str, Any]) -> Point:
-    """Return one point. Raise UserError, with its name, for invalid settings and for one that has no effect.
+    """Return one point. Raise UserError, with its name, if a setting is invalid or does nothing.
+
+    One of its own settings does nothing if it only counts with another value of some other setting.
 
     Args:
         entry: the point's own settings, with or without `name`. They take precedence over those of its preset, or over

@@ -366,7 +366,11 @@ class Group:
         ]
 
     def take(self, batches: Sequence[Batch]) -> None:
-        """Store in `batches` which of the job's batches consist of checked slices of this group."""
+        """Set `self.batches` to those of the job's batches that hold this group's checked slices, with their places.
+
+        Args:
+            batches: all batches of the job, in order. None mixes checked slices with others, see `apart`.
+        """
         self.batches = {
             number: tuple(self.places[batch.task, index] for index in batch.indices)
             for number, batch in enumerate(batches)

@@ -60,7 +60,7 @@ class SweepJob(SliceJob):
         return ItemResult([row | {"mode": self._mode(row["mode"], steps)} for row in rows])
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return a line on each point of a finished batch: PSNR and seconds."""
+        """Return the text for a finished batch: for each point and slice a line with PSNR, if known, and seconds."""
         of_points = [row for row in rows if row["mode"] != self.session.exact]
         shown = ["" if row["psnr_db"] is None else f" {row['psnr_db']:.2f} dB," for row in of_points]
         return "\n".join(

@@ -65,7 +65,7 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
     masked = [(index, mask_YX) for index, mask_YX in zip(numbers, mask_ZYX, strict=True) if mask_YX.any()]
 
     def under_mask(read: Reader) -> np.ndarray:
-        """Return the masked voxels of the part, slice after slice, float64."""
+        """Return a volume's masked voxels, of the part that the page embeds: float64 [N], slice after slice."""
         found = [read(index)[inside][mask_YX].astype(np.float64) for index, mask_YX in masked]
         return np.concatenate([np.zeros(0), *found])
 

@@ -124,17 +124,19 @@ class LatentLayout:
 
 
 def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor]:
-    """Return the shape of a pipeline's latents, and what it gives its VAE, float32 on the CPU.
+    """Run a pipeline up to its VAE, without its transformer. Return the shape of its latents, and what the VAE gets.
+
+    The shape is without the batch. What the VAE gets is float32 on the CPU. Raise UserError if it gets nothing.
 
     Args:
         pipe: the pipeline.
         call: runs it.
-        latents: gives the latents that a step returns, for those that it gets.
+        latents: called in place of each denoising step: takes the latents, and returns those to go on with.
     """
     shapes: list[tuple[int, ...]] = []
 
     def still(*args: Any, **kwargs: Any) -> _Output:
-        """Return zeros of the shape of a transformer's latents, in its place."""
+        """Return zeros of the shape of the latents that are given, as the transformer's output. It takes its place."""
         sample = kwargs.get("hidden_states", args[0] if args else next(iter(kwargs.values()), None))
         return _Output([tree_map(torch.zeros_like, sample)])
 
