@@ -18,7 +18,7 @@ The step cache keeps what blocks added to a rank's tokens, exact as well. If the
 Activations are an estimate (`activations`). Memory that the allocator keeps in reserve is not counted.
 
 Before and after the denoising steps (`Peaks`): rank 0 alone loads the text encoders, all at once, before the
-transformer is on its device. They are freed before the first step (`jobs/pipelines.py`). Every rank holds the VAE's
+transformer is on its device. They are freed before the first step (`harness/pipelines.py`). Every rank holds the VAE's
 weights, and encodes the image that is to be restored. Latents are decoded as the setting `vae` says, while the codec
 keeps its caches. Encoding and decoding are estimates (`models.family.VaeSize`): the VAE's attention is taken to be
 fused, and activations of the text encoders are left out as small.
