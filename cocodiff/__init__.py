@@ -30,7 +30,11 @@ WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a function at its first use: torch takes seconds to import, and Config does not need it."""
+    """Import one of the functions in WHERE at its first use, and return it.
+
+    Importing cocodiff stays quick that way: Config needs no torch, which takes seconds to import. Raise AttributeError
+    for any other name.
+    """
     if name not in WHERE:
         raise AttributeError(f"module cocodiff has no attribute {name}")
     return getattr(import_module(WHERE[name]), name)

@@ -278,31 +278,42 @@ class Config:
 
     @property
     def split(self) -> tuple[str, int | None] | None:
-        """The ranks that share blocks' weights ("card" or "node") and the number of such blocks (None: all). None if no
-        weights are shared."""
+        """The sharing of weights, as (ranks that share a block's weights: "card" or "node", number of blocks shared:
+        None for all). None if no weights are shared."""
         return (self.weights, self.split_layers) if self.weights in ("card", "node") else None
 
     @property
     def exact(self) -> bool:
-        """True if every call of the model is computed in full, with exact attention."""
+        """True if every call of the model is computed in full, with exact attention: neither lossy exchange nor a step
+        cache is set."""
         return self.exact_attention and self.step_cache == "none"
 
     @property
     def exact_attention(self) -> bool:
-        """True if attention uses the current call's q, k and v, and the model its output, without any loss. Lossless
-        coding counts as exact. The settings alone decide; on a single rank attention is exact whatever they are."""
+        """True if no setting makes attention lossy: tensors are sent whole or coded without loss, and every call waits
+        for its own.
+
+        The settings alone decide. On a single rank attention is exact whatever they are.
+        """
         exact_codec = self.only_exact if self.codec == "auto" else self.codec in EXACT_CODECS
         return self.selection == "full" and exact_codec and self.arrival == "now"
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Config:
-        """Return a preset's settings with `overrides` on top. Raise UserError for unknown names, keys and values."""
+        """Return the settings of a preset, with some of them replaced. Raise UserError for unknown names, keys and
+        values.
+
+        Args:
+            name: the preset's name, that of a file in configs/runs.
+            overrides: settings that replace the preset's, by name.
+        """
         check_choice("preset", name, preset_names())
         settings = {**read_yaml(shipped_folder("runs") / f"{name}.yaml"), **overrides}
         return from_mapping(cls, settings, f"preset {name}")
 
     def with_(self, **overrides: Any) -> Config:
-        """Return a copy with `overrides`. Raise UserError for unknown keys and unfit values."""
+        """Return a copy of the settings with some of them replaced. Raise UserError for unknown names and for invalid
+        values."""
         check_keys(overrides, [f.name for f in fields(self)], "Config")
         return replace(self, **overrides)
 
@@ -311,13 +322,18 @@ Config.__doc__ = f"{Config.__doc__}\n\n{described(Config)}\n"
 
 
 def preset_names() -> list[str]:
-    """Return the names of all presets, sorted."""
+    """Return the names of all presets, sorted: those of the files in configs/runs."""
     return shipped_names("runs")
 
 
 def load_machine(name: str) -> Machine:
-    """Return the machine of a name in configs/machines, or of the path of a YAML file. Raise UserError, with the names
-    that exist, for an unknown name, and for a file with unknown or missing keys."""
+    """Return the machine that a file describes.
+
+    Raise UserError for an unknown name, with the names that exist, and for a file with unknown or missing keys.
+
+    Args:
+        name: a name in configs/machines, or the path of a YAML file.
+    """
     path = find_shipped("machine", "machines", name)
     data = dict(read_yaml(path))
     try:
@@ -336,14 +352,19 @@ def load_machine(name: str) -> Machine:
 
 
 def shipped_names(folder: str) -> list[str]:
-    """Return the names of the YAML files in configs/`folder`, without suffix and sorted."""
+    """Return the names of the YAML files in a folder of configs/, without suffix and sorted."""
     return sorted(path.stem for path in shipped_folder(folder).glob("*.yaml"))
 
 
 def find_shipped(what: str, folder: str, name: str) -> Path:
-    """Return the path of the file called `name` in configs/`folder`, or `name` itself if it is the path of a YAML file.
-    Raise UserError, which lists the shipped names, if there is no such file. `what` is the word for it in that
-    error."""
+    """Return the path of a settings file that the user gives by name or by path. Raise UserError if there is no such
+    file.
+
+    Args:
+        what: the word for such a file in errors, such as "machine".
+        folder: folder of configs/ in which names are looked up.
+        name: name of a shipped file without suffix, or the path of any YAML file.
+    """
     shipped = shipped_names(folder)
     if not name.endswith((".yaml", ".yml")):
         check_choice(what, name, shipped, hint="or the path of a .yaml file")
@@ -354,9 +375,16 @@ def find_shipped(what: str, folder: str, name: str) -> Path:
 
 
 def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> list[tuple[float, str]]:
-    """Return the table that `exchange: auto` goes by, for a machine and a number of nodes. Its rows are (largest MB per
-    rank, exchange), ascending; the last row's limit is infinite. The file maps machine -> nodes -> rows; by default it
-    is the shipped one. Raise UserError if the file has no such entry or the entry is malformed."""
+    """Return the table by which the setting `exchange: auto` chooses an exchange by the size of the tensors.
+
+    Its rows are (largest MB per rank, name of the exchange), ascending; the last row's limit is infinite. Raise
+    UserError if the file has no rows for this machine or they are malformed.
+
+    Args:
+        machine: name of the machine.
+        nodes: number of nodes.
+        path: YAML file that maps machine -> nodes -> rows; None for the shipped one.
+    """
     file = Path(path) if path is not None else shipped_folder("exchange") / "auto.yaml"
     known = read_yaml(file)
     remedy = "measure one with cocodiff bench alltoall --tune and name it as exchange_table, or choose another exchange"
@@ -380,8 +408,15 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
 
 
 def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
-    """Return the entry that `chunks: auto` goes by: the number of chunks, and the MB of q, k and v per rank from which
-    to use them. The shipped file maps machine -> nodes -> [chunks, MB]. Raise UserError if it has no such entry."""
+    """Return how the setting `chunks: auto` cuts tensors into chunks: (number of chunks, smallest MB of q, k and v per
+    rank to cut).
+
+    The shipped file maps machine -> nodes -> [chunks, MB]. Raise UserError if it has no entry for this machine.
+
+    Args:
+        machine: name of the machine.
+        nodes: number of nodes.
+    """
     found, there = _measured(read_yaml(shipped_folder("exchange") / "chunks.yaml"), machine, nodes)
     if found is None:
         raise UserError(
@@ -393,15 +428,25 @@ def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
 
 
 def _measured(known: dict[str, Any], machine: str, nodes: int) -> tuple[Any, str]:
-    """Return the entry of a table machine -> nodes -> entry (None if absent), and a text that lists the entries it
-    has."""
+    """Look up a table of measurements. Return its entry (None if absent), and a text for errors that lists the machines
+    and numbers of nodes that it has.
+
+    Args:
+        known: the table, machine -> number of nodes -> entry.
+    """
     there = ", ".join(f"{name} on {count}" for name, of in known.items() for count in of)
     return known.get(machine, {}).get(nodes), there
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Return a dataclass with the fields in `values`. Raise UserError for an unknown key, naming the nearest known one.
-    `where` names the origin of the values in that error."""
+    """Return a dataclass whose fields have the given values. Raise UserError for an unknown key; the message names the
+    nearest field.
+
+    Args:
+        kind: the dataclass.
+        values: values by field name, as read from a settings file.
+        where: the origin of the values, which begins the message.
+    """
     check_keys(values, [f.name for f in fields(kind)], where)  # type: ignore[arg-type]
     return kind(**values)
 
@@ -418,10 +463,11 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raise UserError as `read_mapping` does."""
+    """Return the mapping that a YAML file holds. Raise UserError if it cannot be read, is malformed or holds no
+    mapping."""
     return read_mapping(path, "YAML", partial(yaml.load, Loader=_Loader), "key: value pairs")
 
 
 def shipped_folder(folder: str) -> Path:
-    """Return the path of configs/`folder`, as installed."""
+    """Return the path of a folder of configs/, where the package is installed."""
     return Path(str(resources.files("cocodiff_configs"))) / folder

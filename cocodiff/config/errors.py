@@ -1,5 +1,5 @@
-"""The errors that end a run early: a mistake that the user can correct, and a rank that was lost. And suggestions of
-names."""
+"""The errors that end a run early: a mistake that the user can correct, and a rank that was lost. Also checks of names
+that suggest the nearest valid one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ class UserError(ValueError):
 
 
 class OwnRankError(UserError):
-    """A mistake that perhaps only this rank can see, such as a missing device. This rank reports it itself and exits
-    with code 1."""
+    """A mistake that perhaps only this rank can detect, such as a missing device. This rank prints the error itself and
+    exits with code 1."""
 
 
 class PeerLost(RuntimeError):
     """The loss of another rank, which died, failed or stopped responding. Every survivor raises it and exits with code
     1.
 
-        rank: number of the lost rank
-        reason: what happened to it, as the end of a sentence that begins with "rank 3"
+    Args:
+        rank: number of the lost rank.
+        reason: what happened to it, as the end of a sentence that begins with "rank 3".
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -33,8 +34,14 @@ class PeerLost(RuntimeError):
 
 
 def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raise UserError for the first of `values` that is not in `known`, with the nearest known key. `where` begins the
-    message."""
+    """Raise UserError if one of the keys in `values` is unknown. The message names the first such key and the known key
+    nearest to it.
+
+    Args:
+        values: the keys to check, or a mapping with these keys.
+        known: all valid keys.
+        where: the origin of the keys, such as a file's name, which begins the message.
+    """
     known = list(known)
     for key in values:
         if key not in known:
@@ -42,8 +49,15 @@ def check_keys(values: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def check_choice(what: str, value: str, choices: Iterable[str], hint: str = "") -> None:
-    """Raise UserError if `value` is not in `choices`, with the nearest choice. `what` is the word for the value; `hint`
-    ends the list."""
+    """Raise UserError if a value is not among its valid choices. The message suggests the nearest choice and lists all
+    of them.
+
+    Args:
+        what: the word for the value in the message, such as "preset".
+        value: the value that the user gave.
+        choices: all valid values.
+        hint: more text after the list of choices, such as another kind of value that would be valid.
+    """
     choices = list(choices)
     if value not in choices:
         listed = ", ".join(choices) + (f", {hint}" if hint else "")
@@ -51,6 +65,7 @@ def check_choice(what: str, value: str, choices: Iterable[str], hint: str = "") 
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return ", did you mean X?" for the known word nearest to `word`, or "" if none is near."""
+    """Return ", did you mean X?", with the known word X nearest to `word`, or "" if no known word is near. It ends an
+    error message."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {near[0]}?" if near else ""

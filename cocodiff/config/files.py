@@ -1,6 +1,6 @@
 """Reading of small settings files, and writing of files that appear complete or are flushed to disk.
 
-Only regular files are opened: opening a named pipe or a device may never return.
+Only regular files are read: opening a named pipe or a device may never return.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ KINDS = {
 
 
 def irregular(path: str | Path) -> str:
-    """Return the kind of a path that is not a regular file, such as "a named pipe", or "" for a regular file. Nothing
-    is opened. Raise OSError if the path does not exist, and ValueError for a name that no file can have."""
+    """Return the kind of a path that is not a regular file, such as "a named pipe"; "" for a regular file.
+
+    Nothing is opened. Raise OSError if the path does not exist, and ValueError for a name that no file can have.
+    """
     mode = stat.S_IFMT(Path(path).stat().st_mode)
     return "" if mode == stat.S_IFREG else KINDS.get(mode, "no regular file")
 
@@ -43,13 +45,17 @@ def is_there(path: str | Path) -> bool:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Return True if a path is a folder."""
+    """Return True if a path exists and is a folder. A name that no file can have gives False."""
     return is_there(path) and Path(path).is_dir()
 
 
 def _read_text(path: str | Path, form: str) -> str:
-    """Return a file's text. Raise UserError as `read_mapping` does, but for the content. form: the format, for
-    errors."""
+    """Return the text of a settings file. Raise UserError if it cannot be read, is not a regular file, is too large or
+    is not UTF-8.
+
+    Args:
+        form: name of the file's format in errors, such as "YAML".
+    """
     data = b""
     try:
         kind = irregular(path)
@@ -71,20 +77,21 @@ def _read_text(path: str | Path, form: str) -> str:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file. Raise UserError as `read_mapping` does."""
+    """Return the mapping that a JSON file holds. Raise UserError if it cannot be read, is malformed or holds no JSON
+    object."""
     return read_mapping(path, "JSON", json.loads, "JSON object")
 
 
 def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wanted: str) -> dict[str, Any]:
-    """Return the mapping in a settings file.
+    """Read a settings file, and return the mapping that it holds.
 
     Raise UserError if the file cannot be read, is not a regular file, is larger than SETTINGS_BYTES, is malformed or
     does not hold a mapping.
 
     Args:
-        form: name of the format, for errors ("YAML")
-        parse: function from the file's text to its content
-        wanted: what the file should hold, for errors ("key: value pairs")
+        form: name of the format in errors, such as "YAML".
+        parse: function from the file's text to its content. Any exception that it raises means a malformed file.
+        wanted: what the file should hold, for errors, such as "key: value pairs".
     """
     text = _read_text(path, form)
     try:
@@ -100,8 +107,10 @@ def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wante
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder to write to; at the end of the block that file replaces `path`. So the
-    file appears complete or not at all: an exception in the block leaves `path` as it was."""
+    """Yield a temporary path next to `path`, to write a file to. At the end of the block that file replaces `path`.
+
+    So the file appears complete or not at all: after an exception in the block `path` is as it was.
+    """
     unfinished = path.with_name(f"{path.name}.partial")
     yield unfinished
     unfinished.replace(path)
@@ -114,6 +123,6 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file that was written is on the disk."""
+    """Wait until a file that was written is stored on the disk, so that a crash of the machine cannot lose it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -25,7 +25,8 @@ class Links:
     message_us: float = 0.0  # microseconds between two messages that a rank starts
     blocked_us: float = 0.0  # microseconds for which each message that is sent or received blocks the rank's host
     link_share: float = 1.0  # share of these rates that messages reach
-    forwarding_share: float = 1.0  # share of it that messages to another plane reach, which a sibling forwards
+    # share of that reduced rate that a message to another plane reaches, since a tile of the same card forwards it
+    forwarding_share: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nic_of", tuple(self.nic_of))
@@ -41,7 +42,13 @@ class Links:
 
 
 def check_shares(where: str, least: float = 1e-3, **shares: float) -> None:
-    """Raise UserError for a share that is not between `least` and 1."""
+    """Raise UserError if one of the given shares of a machine file is not a number from `least` to 1.
+
+    Args:
+        where: the part of the machine file, which begins the message.
+        least: smallest valid share.
+        shares: the shares to check, by name.
+    """
     for name, value in shares.items():
         if not least <= value <= 1:
             raise UserError(f"{where}: {name} {value}: give a share from {least:g} to 1")
@@ -63,7 +70,7 @@ class Device:
     peak_share: float = 1.0  # share of bf16_tflop_s that the arithmetic of a model reaches
     overlap_share: float = 1.0  # share of a message's time that arithmetic can hide
     library_mib: float = 0.0  # MiB of the tile that the communication library takes for a process
-    across_mib: float = 0.0  # MiB that it takes in addition if ranks are on several nodes
+    across_mib: float = 0.0  # MiB that the library takes in addition if ranks are on several nodes
     # True if its torch has an attention kernel that returns the log-sum-exp, which merging needs
     sums_kernel: bool = True
 
@@ -79,27 +86,29 @@ class Device:
 
 @dataclass(frozen=True)
 class Belief:
-    """A value of `Links` or `Device` that was not measured on the machine, with the range in which it may lie."""
+    """A value of `Links` or `Device` that was not measured on the machine, with the range in which it may lie.
+    `cocodiff plan` predicts with both ends of the range."""
 
-    name: str  # the value's
-    low: float
-    high: float
-    source: str  # of the range: where it is said, or an assumption
+    name: str  # name of the field of `Links` or `Device`
+    low: float  # lowest value that it may have, in the field's unit
+    high: float  # highest value that it may have
+    source: str  # the document that the range is taken from, or words that say it is an assumption
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of node. Ranks of a node are numbered card by card."""
+    """One kind of node, with its cards, tiles, links and NICs, as a machine file describes it. Ranks of a node are
+    numbered card by card."""
 
-    name: str
+    name: str  # name of the machine, as in its file
     tiles: int  # number of tiles of a card
     # plane of every tile of a node in rank order, or of every tile of one card, repeated for each card
     planes: tuple[int, ...]
     cards: int | None = None  # number of cards of a node; None: as many as the ranks need
     nodes: int | None = None  # number of nodes of the machine; None: any number
-    links: Links = field(default_factory=Links)
-    device: Device = field(default_factory=Device)
-    beliefs: tuple[Belief, ...] = ()  # the values above that nobody has measured
+    links: Links = field(default_factory=Links)  # rates and delays between tiles, and of the NICs
+    device: Device = field(default_factory=Device)  # memory and speed of one tile
+    beliefs: tuple[Belief, ...] = ()  # the values of links and device that were not measured, with their ranges
 
     def __post_init__(self) -> None:
         if self.tiles < 1 or (self.cards is not None and self.cards < 1):
@@ -129,7 +138,8 @@ class Machine:
         return None if self.cards is None else self.cards * self.tiles
 
     def check_beliefs(self) -> None:
-        """Raise UserError for a belief of no known name, or whose range does not include the machine's own value."""
+        """Raise UserError if a belief names no value of the links or the device, or if its range does not include the
+        machine's value."""
         for belief in self.beliefs:
             if not belief.low <= self.value(belief.name) <= belief.high:
                 raise UserError(
@@ -138,20 +148,28 @@ class Machine:
                 )
 
     def value(self, name: str) -> float:
-        """Return a number of the links or the device by its name. Raises UserError for a name that neither has."""
+        """Return a number of the machine's links or device, by the name of its field. Raise UserError for a name that
+        neither has."""
         for part in (self.links, self.device):
             if isinstance(value := getattr(part, name, None), (int, float)):
                 return value
         raise UserError(f"machine {self.name}: belief {name}: neither links nor device has a number of this name")
 
     def with_value(self, name: str, value: float) -> Machine:
-        """Return the machine with another number of its links or device, which then is no belief."""
+        """Return a copy of the machine in which one number of its links or device is replaced. The copy has no belief
+        about this number.
+
+        Args:
+            name: name of the field of `Links` or `Device`.
+            value: its new value, in the field's unit.
+        """
         part = "links" if hasattr(self.links, name) else "device"
         beliefs = tuple(belief for belief in self.beliefs if belief.name != name)
         return replace(self, beliefs=beliefs, **{part: replace(getattr(self, part), **{name: value})})
 
     @property
     def missing_rates(self) -> list[str]:
-        """The parts without rates in the machine file: "its device", "its links", both or none."""
+        """The parts of the machine file that give no rates: ["its device"], ["its links"], both, or an empty list. Time
+        cannot be predicted if any is missing."""
         device = ["its device"] if not (self.device.bf16_tflop_s and self.device.memory_gb_s) else []
         return device + (["its links"] if self.links == Links() else [])

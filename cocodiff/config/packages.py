@@ -1,4 +1,5 @@
-"""Packages that are installed but cannot be imported: one clear line for a run that needs them, nothing for others."""
+"""Handling of packages that are installed but cannot be imported: one clear error line for a run that needs them,
+nothing for others."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ EXTRAS = {"mrcfile": "pip install cocodiff[mrc]"}  # how to install an optional 
 
 
 def remedy_of(package: str) -> str:
-    """Return the remedy for a package that cannot be imported."""
+    """Return a text for the user that says how to repair a package which is installed but cannot be imported."""
     distribution = metadata.packages_distributions().get(package, [package])[0]
     return REMEDIES.get(package) or f"pip install --ignore-installed --no-deps {distribution} into this environment"
 
 
 def failed_import(error: BaseException) -> str:
-    """Return one line with the package whose import raised `error`, the reason and the remedy. Return "" for other
-    errors."""
+    """Return one line that names the package whose import raised `error`, the reason and the remedy.
+
+    Return "" for other errors: those not raised by an import, and those of cocodiff's own modules.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
@@ -49,7 +52,8 @@ def failed_import(error: BaseException) -> str:
 
 @contextmanager
 def one_line_of_imports() -> Iterator[None]:
-    """Turn the error of a failed import in the block into a UserError of one line."""
+    """Turn the error of a failed import in the block into a UserError whose message is one line with the remedy. Other
+    errors pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -59,9 +63,14 @@ def one_line_of_imports() -> Iterator[None]:
 
 
 def hide_broken(*packages: str) -> None:
-    """Import optional packages of other libraries. Make one that fails look as if it were not installed. Afterwards
-    `find_spec` and imports do not find it. A warning gives the reason and the remedy, unless it was not installed in
-    the first place."""
+    """Make optional packages that cannot be imported look as if they were not installed.
+
+    Each package is imported. If that fails, `sys.modules` is changed so that later imports and `find_spec` do not find
+    it. A warning gives the reason and the remedy, unless the package is not installed at all.
+
+    Args:
+        packages: names of packages that other libraries import if they are installed.
+    """
     for package in packages:
         if package not in sys.modules:
             try:
@@ -73,6 +82,6 @@ def hide_broken(*packages: str) -> None:
 
 
 def import_diffusers() -> Any:
-    """Import diffusers, and return it. First hide the packages with which its import would fail."""
+    """Import diffusers, and return the module. Optional packages that would make its import fail are hidden first."""
     hide_broken(*TAKEN_UP)
     return import_module("diffusers")

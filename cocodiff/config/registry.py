@@ -60,12 +60,17 @@ RECORDS = {"engine": "cocodiff.config.config:Config"}
 
 
 def load(table: Mapping[str, str], name: str) -> Any:
-    """Return the object that an entry "module:attribute" of a table stands for. Raise KeyError for an unknown name."""
+    """Import and return the object that a name stands for in one of this file's tables, such as CODECS. Raise KeyError
+    for an unknown name.
+
+    Args:
+        table: import strings "module:attribute" by name.
+    """
     return imported(table[name])
 
 
 def imported(name: str) -> Any:
-    """Return the object that "module:attribute" stands for."""
+    """Import and return the object that an import string "module:attribute" stands for."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -80,8 +85,15 @@ class _Late(ModuleType):
 
 
 def import_late(name: str) -> None:
-    """Import a module of a package, but execute it at its first use. The package itself must be imported already.
-    importlib's LazyLoader would execute it at the second import, up to Python 3.11."""
+    """Register a module of a package as imported, but execute it at its first use, to save the time where it is not
+    used.
+
+    The package itself must be imported already. importlib's LazyLoader would execute the module at the second import,
+    up to Python 3.11.
+
+    Args:
+        name: the module's full name, such as "scipy.stats".
+    """
     if name not in sys.modules and (spec := find_spec(name)):
         package, _, last = name.rpartition(".")
         sys.modules[name] = module = module_from_spec(spec)

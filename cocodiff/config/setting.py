@@ -1,5 +1,5 @@
-"""One record for each option of a command and each setting of the engine: its meaning, its values, the places to give
-it.
+"""One record for each option of a command and each setting of the engine: its meaning, its values, and where it may be
+given.
 
 A dataclass of settings gives each of its fields a record by `setting`. Its checks and docstring, the flags and keys of
 settings files, their help, and the choice of settings that a sweep may vary are all made from these records.
@@ -26,15 +26,15 @@ class Option:
     """One option of a command (`--name`), or one setting of the engine. The fields from `least` on are used for
     settings of the engine only."""
 
-    name: str
+    name: str  # the option's name, without dashes
     help: str  # one line of help
     default: Any = None  # None if `required`
-    type: Any = str
+    type: Any = str  # type of one value, or a union such as int | str
     many: bool = False  # True if it takes several values of `type`
     # The words that it takes: names, a table of the registry, or a function that returns them, read at every use. ():
     # any word.
     choices: Iterable[str] | Callable[[], Iterable[str]] = ()
-    required: bool = False
+    required: bool = False  # True if the user must give it
     numbers: bool = False  # True if a number in a settings file is taken as the text that it is written as
     least: float = -inf  # smallest number it takes
     most: float = inf  # largest number it takes
@@ -48,22 +48,25 @@ class Option:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words that it takes; () if it takes any."""
+        """The words that the option takes, such as names of presets; () if it takes any text or only numbers."""
         return tuple(self.choices() if callable(self.choices) else self.choices)
 
     @property
     def closed(self) -> bool:
-        """True if it takes nothing but its choices. An option that takes a number or a word is not closed."""
+        """True if the option takes nothing but its `words`. An option that takes a number or a word is not closed."""
         return self.type is str and bool(self.words)
 
     @property
     def kinds(self) -> tuple[type, ...]:
-        """The Python types that it takes."""
+        """The Python types of one value of the option, such as (int, str)."""
         return get_args(self.type) or (self.type,)
 
     def checked(self, value: Any) -> Any:
-        """Return a setting's value in its type: digits become a number, several values a tuple. None is kept if it is
-        the default. Raise UserError for a value that the setting does not take."""
+        """Return a value of this setting, converted to its type, or raise UserError if the setting does not take it.
+
+        A text of digits becomes a number if the setting takes numbers or words, and several values become a tuple. None
+        is returned as it is if it is the default.
+        """
         if self.closed:
             check_choice(self.name, value, self.words)
         if self.type == int | str and isinstance(value, str) and value.isdecimal():
@@ -79,7 +82,8 @@ class Option:
         return value
 
     def _takes(self, value: Any) -> bool:
-        """Return True if it takes this single value."""
+        """Return True if the setting takes this single value: its type is right, and it is one of the words or within
+        the limits."""
         if isinstance(value, str):
             return str in self.kinds and (not self.choices or value in self.words)
         if isinstance(value, bool):
@@ -89,18 +93,26 @@ class Option:
 
 
 def setting(default: T, help: str, **about: Any) -> T:
-    """Return a field of a dataclass of settings. `about` are fields of `Option`. Name, type and many are not given:
-    they follow from the field's annotation."""
+    """Return a dataclass field for one setting, with the `Option` that describes it in the field's metadata.
+
+    Args:
+        default: the setting's default value.
+        help: one line of help.
+        about: further fields of `Option`, but for name, type and many, which follow from the field's name and
+            annotation.
+    """
     return field(default=default, metadata={"option": Option("", help, default, **about)})
 
 
 def settings_of(record: Any) -> dict[str, Option]:
-    """Return the settings of a dataclass by name."""
+    """Return the `Option` of every field of a dataclass of settings, by the field's name."""
     return _read_fields(record)
 
 
 @cache
 def _read_fields(record: type[Any]) -> dict[str, Option]:
+    """Compute what `settings_of` returns, and cache it: name, type and many of each `Option` are filled in from its
+    field."""
     hints, found = get_type_hints(record), {}
     for one in fields(record):
         hint = hints[one.name]
@@ -111,5 +123,5 @@ def _read_fields(record: type[Any]) -> dict[str, Option]:
 
 
 def described(record: type[Any]) -> str:
-    """Return the settings of a dataclass as lines of its docstring."""
+    """Return the settings of a dataclass as text for its docstring: one line "name: help." for each."""
     return "\n".join(f"    {one.name}: {one.help}." for one in settings_of(record).values())

@@ -6,8 +6,12 @@ from collections.abc import Iterable, Sequence
 
 
 def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
-    """Return whole numbers as sorted texts, consecutive numbers as one range: ["0-3", "7"]. `to` joins the ends of a
-    range."""
+    """Return whole numbers as short texts, in ascending order, with each run of consecutive numbers as one range:
+    ["0-3", "7"].
+
+    Args:
+        to: text between the two ends of a range.
+    """
     found: list[list[int]] = []
     for number in sorted({*numbers}):
         if found and number == found[-1][-1] + 1:
@@ -18,8 +22,14 @@ def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
 
 
 def aligned(rows: Iterable[Sequence[str]], align: str, indent: str = "") -> list[str]:
-    """Return the rows of a table as lines: columns two blanks apart, each as wide as its widest cell. align: for each
-    column "<" (left) or ">" (right). The last cell of a row with fewer cells takes the rest of the line."""
+    """Format the rows of a table as lines of text. Columns stand two blanks apart, each as wide as its widest cell.
+
+    Args:
+        rows: the cells of each row. If a row has fewer cells than the table has columns, its last cell takes the rest
+            of the line.
+        align: one character for each column, "<" (left) or ">" (right).
+        indent: text in front of every line.
+    """
     table = [(row, len(row) - 1 if len(row) < len(align) else len(align)) for row in rows]
     widths = [max((len(row[n]) for row, end in table if n < end), default=0) for n in range(len(align))]
     lines = []
