@@ -21,16 +21,20 @@ from cocodiff.config.errors import UserError
 from cocodiff.topology import Place, Topology
 from cocodiff.topology.layout import Layout, Segment, Segments, ShardedSegment, even_shares, slices
 
-# Which ranks are neighbours: those of a ring ("topology") or those of a Ulysses group ("usp")
+# Ranks joined by fast links form a ring ("topology") or a Ulysses group ("usp").
 PLACEMENTS = ("topology", "usp")
-AXES = ("card", "plane")  # which ranks of a node stand side by side: those of a card, or those of a plane
+AXES = ("card", "plane")  # ranks of a node are ordered card by card, or plane by plane
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The division of one sequence's ranks into Ulysses groups and, across them, rings."""
+    """The division of one sequence's ranks into Ulysses groups and, across them, rings.
 
-    topology: Topology
+    The ranks of a Ulysses group exchange tokens for heads. Ranks with the same slot (index) in all groups have the same
+    heads, and form a ring in which keys and values go round.
+    """
+
+    topology: Topology  # the ranks that share the sequence
     groups: tuple[tuple[int, ...], ...]  # groups[g][u]: the rank at slot u of Ulysses group g
     # "topology": neighbours form a ring, Ulysses uses the slow links; "usp": neighbours form a group
     placement: str = "topology"
@@ -43,7 +47,16 @@ class Mesh:
     def build(
         cls, topology: Topology, ring: int = 1, placement: str = "topology", axis: str = "card", kind: str = "keys"
     ) -> Mesh:
-        """Build the mesh with `ring` Ulysses groups. Raise UserError if `ring` does not divide the number of ranks."""
+        """Build the mesh with a given number of Ulysses groups. Raise UserError if it does not divide the number of
+        ranks.
+
+        Args:
+            topology: the ranks that share the sequence.
+            ring: number of Ulysses groups, which is the number of ranks in a ring. 1: no ring.
+            placement: "topology" if ranks joined by fast links form a ring, "usp" if they form a Ulysses group.
+            axis: the order of a node's ranks, "card" (card by card) or "plane" (plane by plane).
+            kind: what is passed around the rings, a name in the registry's `RINGS`.
+        """
         size = topology.size
         check_divides("ring", ring, size, ", or auto")
         if ring == 1:
@@ -73,18 +86,21 @@ class Mesh:
 
     @cached_property
     def _slots(self) -> dict[int, tuple[int, int]]:
-        """The group and slot of every rank."""
+        """The indices (Ulysses group, slot in the group) of every rank, by rank."""
         return {rank: (g, u) for g, group in enumerate(self.groups) for u, rank in enumerate(group)}
 
     @cached_property
     def parts(self) -> tuple[Topology, ...]:
-        """The topology of each Ulysses group by itself. Its rank u is the rank at the group's slot u."""
+        """The topology of each Ulysses group by itself, by group. Its rank u is the rank at the group's slot u."""
         return (self.topology,) if self.ring == 1 else tuple(self.topology.part(group) for group in self.groups)
 
     def heads(self, heads: int) -> tuple[int, ...]:
-        """Return the number of attention heads at every slot; these differ by at most one.
+        """Return the number of attention heads at every slot of a Ulysses group; these numbers differ by at most one.
 
         Raise UserError if there are more slots than heads.
+
+        Args:
+            heads: number of all attention heads.
         """
         if self.ulysses > heads:
             raise UserError(
@@ -94,10 +110,15 @@ class Mesh:
         return even_shares(heads, self.parts[0].shard_order)
 
     def layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
-        """Return every group's layout of one attention call. Tokens are divided among all ranks as without a mesh.
+        """Return the layout of one attention call in each Ulysses group, by group. Tokens are divided among all ranks
+        as without rings.
 
-        Raise UserError if there are more slots than `heads`, or more ranks than tokens of a segment that every rank
-        needs.
+        Layouts are cached. Raise UserError if there are more slots than heads, or more ranks than tokens of a segment
+        that every rank needs.
+
+        Args:
+            segments: the segments of the sequence, in the model's order.
+            heads: number of all attention heads.
         """
         key = (segments, heads)
         if key not in self._layouts:
@@ -105,7 +126,7 @@ class Mesh:
         return self._layouts[key]
 
     def _build_layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
-        """Compute what `layouts` caches."""
+        """Compute the layouts that `layouts` returns and caches: one for each Ulysses group."""
         if self.ring == 1:
             return (Layout.build(self.topology, segments, heads),)
         of_slots = self.heads(heads)
@@ -124,11 +145,14 @@ def divisors(number: int) -> list[int]:
 
 
 def check_divides(name: str, parts: int, ranks: int, or_else: str = "") -> None:
-    """Raise UserError if `ranks` cannot be divided into `parts` equal parts.
+    """Raise UserError if a number of ranks cannot be divided into equal parts. The message lists the numbers of parts
+    that it can be divided into.
 
     Args:
-        name: the setting that the error names.
-        or_else: text after the list of valid values.
+        name: the setting that the message names.
+        parts: number of parts.
+        ranks: number of ranks.
+        or_else: text after the list of valid numbers.
     """
     if parts < 1 or ranks % parts:
         fitting = ", ".join(map(str, divisors(ranks)))
@@ -138,13 +162,16 @@ def check_divides(name: str, parts: int, ranks: int, or_else: str = "") -> None:
 def meshes(
     topology: Topology, heads: int, ring: int | str = "auto", placement: str = "auto", kind: str = "keys"
 ) -> list[Mesh]:
-    """Return every mesh of these ranks whose Ulysses groups have at most one rank per head, by ascending Ring degree.
+    """Return every mesh of these ranks whose Ulysses groups have at most one rank per head, by ascending number of
+    ranks in a ring. The planner compares them.
 
     With `ring` "auto" and another `kind` than "keys", meshes without a ring are left out. Raise UserError if ranks and
     heads do not allow the `ring` asked for.
 
     Args:
-        ring: Ring degree, or "auto" for all of them.
+        topology: the ranks that share a sequence.
+        heads: number of all attention heads.
+        ring: number of ranks in a ring, or "auto" for all numbers that fit.
         placement: one of `PLACEMENTS`, or "auto" for both.
         kind: what is passed around the rings, a name in the registry's `RINGS`.
     """
@@ -169,13 +196,19 @@ def meshes(
 def mesh_without_ring(
     topology: Topology, heads: int, ring: int | str, prefer_ulysses: bool = False, kind: str = "keys"
 ) -> Mesh | None:
-    """Return the mesh of Ulysses alone if no comparison of meshes is needed to choose it, else None.
+    """Return the mesh of a single Ulysses group if it can be chosen without comparing predicted times of meshes, else
+    None.
 
     `ring` 1 needs no comparison. "auto" needs none if ranks do not outnumber heads, `kind` does not ask for a ring, and
-    `prefer_ulysses` is set or the machine file gives no compute rate. Raise UserError as `meshes` does.
+    `prefer_ulysses` is set or the machine file gives no compute rate. Raise UserError if ranks and heads do not allow
+    the `ring` asked for.
 
     Args:
+        topology: the ranks that share a sequence.
+        heads: number of all attention heads.
+        ring: the setting `ring`: number of ranks in a ring, or "auto".
         prefer_ulysses: True if a setting speeds up only the exchange of Ulysses.
+        kind: the setting `ring_kind`: a name in the registry's `RINGS`, or "auto".
     """
     known = topology.machine.device.bf16_tflop_s > 0
     auto = ring == "auto" and (kind in ("keys", "auto") or topology.size == 1)
@@ -185,7 +218,7 @@ def mesh_without_ring(
 
 
 class Coordinates(NamedTuple):
-    """The position of a rank on the outer axes, in indices from 0."""
+    """The position of a rank among replicas and guidance branches, as indices from 0."""
 
     replica: int  # index of its replica
     guidance: int  # index of its guidance branch in the replica
@@ -193,28 +226,30 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """The division of all ranks of a run among replicas and branches of guidance.
+    """The division of all ranks of a run among replicas and, in each replica, branches of classifier-free guidance.
 
     A mesh divides the ranks of one branch further into ring and Ulysses, by their indices within the branch.
     """
 
-    topology: Topology
+    topology: Topology  # all ranks of the run
     # branches[r][g]: ranks of guidance branch g of replica r, ascending
     branches: tuple[tuple[tuple[int, ...], ...], ...]
 
     @classmethod
     def build(cls, topology: Topology, replica: int = 1, guidance: int = 1) -> Axes:
-        """Divide the ranks into replicas, and these into branches. Raise UserError if a degree does not divide them.
+        """Divide all ranks into replicas, and each replica into guidance branches. Raise UserError if a number does not
+        divide the ranks.
 
         Args:
+            topology: all ranks of the run.
             replica: number of replicas.
-            guidance: number of branches in a replica.
+            guidance: number of guidance branches in a replica.
         """
         replicas = cut(topology, tuple(range(topology.size)), replica, "replicas")
         return cls(topology, tuple(cut(topology, ranks, guidance, "guidance") for ranks in replicas))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the position of a rank."""
+        """Return the indices of the replica and of the guidance branch that a rank belongs to."""
         return next(
             Coordinates(r, g)
             for r, of_replica in enumerate(self.branches)
@@ -223,22 +258,25 @@ class Axes:
         )
 
     def replica(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of this rank's replica, ascending."""
+        """Return all ranks of the replica that a rank belongs to, ascending."""
         return tuple(sorted(sum(self.branches[self.coordinates(rank).replica], ())))
 
     def branch(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of this rank's guidance branch, ascending."""
+        """Return the ranks that compute the same branch of classifier-free guidance as this one, itself included,
+        ascending."""
         at = self.coordinates(rank)
         return self.branches[at.replica][at.guidance]
 
     def partners(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with this rank's index in every branch of its replica, branch by branch."""
+        """Return the ranks that have this rank's index in each guidance branch of its replica, branch by branch, itself
+        included. They send each other the branches' results."""
         number = self.branch(rank).index(rank)
         return tuple(branch[number] for branch in self.branches[self.coordinates(rank).replica])
 
 
 class Partition(NamedTuple):
-    """A division of the ranks. The ranks of a part share a sequence, in the mesh that the settings ask for."""
+    """The numbers of replicas and guidance branches that ranks are divided into. Ranks of one replica and branch share
+    a sequence."""
 
     replicas: int = 1  # sets of ranks that make images of their own
     guidance: int = 1  # parts of a replica, each of which computes one branch of classifier-free guidance
@@ -252,14 +290,16 @@ class Partition(NamedTuple):
 def partitions_of(
     ranks: int, guides: bool, replicas: int | None = None, guidance: int | None = None, least: int = 1
 ) -> list[Partition]:
-    """Return every partition of the ranks, with ascending replicas. Raise UserError for given numbers that the ranks do
-    not allow.
+    """Return every possible division of the ranks into replicas and guidance branches, by ascending number of replicas.
+
+    Raise UserError for given numbers that the ranks do not allow.
 
     Args:
-        ranks: number of ranks
-        guides: True if the run has two branches of guidance; without them `guidance` has no effect
-        replicas, guidance: given numbers; None to try all
-        least: least number of ranks that share a sequence
+        ranks: number of ranks.
+        guides: True if the run has two branches of guidance. Without them `guidance` has no effect.
+        replicas: the number of replicas; None to try all.
+        guidance: the number of branches that are computed apart; None to try 1 and 2.
+        least: least number of ranks that share a sequence.
     """
     if replicas is not None:
         check_divides("replicas", replicas, ranks)
@@ -285,12 +325,16 @@ def partitions_of(
 
 
 def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "parts") -> tuple[tuple[int, ...], ...]:
-    """Cut ranks into equal parts, each ascending, so that few pairs of a part are joined by slow links.
+    """Cut ranks into equal parts, each ascending, so that few pairs of ranks in a part are joined by slow links only.
+    Return the ranks of each part.
 
     Parts are whole nodes where possible. A node is cut by planes or by cards: the way whose worst part has fewer pairs
     on slow links. Raise UserError if `parts` does not divide the number of ranks.
 
     Args:
+        topology: the places of the ranks.
+        ranks: the ranks to cut.
+        parts: number of parts.
         name: the setting that the error names.
     """
     size = len(ranks)
@@ -307,8 +351,8 @@ def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "par
 
 
 def _slow_pairs(topology: Topology, ranks: tuple[int, ...]) -> tuple[int, int, int]:
-    """Count the pairs of ranks on each class of slow links: between nodes, across planes of a node, within a plane of a
-    node."""
+    """Count the pairs of these ranks on each class of slow link: (on different nodes, on one node but not on one card
+    or plane, in one plane of a node)."""
     places = [topology.places[rank] for rank in ranks]
 
     def pairs(alike: Iterable[Hashable]) -> int:

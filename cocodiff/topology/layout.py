@@ -12,8 +12,13 @@ from cocodiff.topology import Topology
 
 
 def even_shares(total: int, order: Sequence[int]) -> tuple[int, ...]:
-    """Divide `total` among len(order) ranks. Shares differ by at most one; the first ranks of `order` get the larger
-    ones."""
+    """Divide a number, such as of tokens or heads, among ranks. Return each rank's share, by rank; shares differ by at
+    most one.
+
+    Args:
+        total: the number to divide.
+        order: all ranks, from 0 on. The first of this order get the larger shares.
+    """
     base, extra = divmod(total, len(order))
     shares = [base] * len(order)
     for rank in order[:extra]:
@@ -22,7 +27,7 @@ def even_shares(total: int, order: Sequence[int]) -> tuple[int, ...]:
 
 
 def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Return consecutive slices of the given sizes, from 0 on."""
+    """Return one slice for each size, where each begins at the end of the one before, and the first at 0."""
     return tuple(slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
@@ -39,7 +44,7 @@ class Segment:
     extras_from: str = "front"
 
     def shares(self, topology: Topology) -> tuple[int, ...]:
-        """Return the number of tokens of every rank; these differ by at most one.
+        """Return the number of this segment's tokens on each rank, by rank; the numbers differ by at most one.
 
         Raise UserError if every rank needs a token and there are fewer tokens than ranks.
         """
@@ -54,15 +59,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class ShardedSegment:
-    """A segment as it is divided in one attention call."""
+    """A segment of the sequence, such as text or image, as its tokens are divided among ranks in one attention call."""
 
-    segment: Segment
+    segment: Segment  # the segment as a whole
     shares: tuple[int, ...]  # number of tokens of each of the call's ranks
     starts: tuple[int, ...] = ()  # each rank's first token in the segment; empty if the ranks' tokens are consecutive
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        """The place of every rank's tokens in the segment."""
+        """The place of each rank's tokens among all tokens of the segment, by rank."""
         if not self.starts:
             return slices(self.shares)
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.shares, strict=True))
@@ -87,11 +92,17 @@ class Layout:
 
     @classmethod
     def build(cls, topology: Topology, segments: Segments, heads: int) -> Layout:
-        """Divide segments and heads evenly.
+        """Divide the segments' tokens and the heads of an attention call evenly among the ranks, for a call without
+        rings.
 
-        Extra heads, and extra tokens of segments with `extras_from` "front", go in turn to nodes, cards and planes.
-        Extra tokens of segments with "back" go the other way round. Raise UserError if there are more ranks than heads,
-        or than tokens of a segment that every rank needs.
+        Extra heads, and extra tokens of segments with `extras_from` "front", go to different nodes first, then cards,
+        then planes. Extra tokens of segments with "back" go the other way round. Raise UserError if there are more
+        ranks than heads, or than tokens of a segment that every rank needs.
+
+        Args:
+            topology: the ranks.
+            segments: the segments of the sequence, in the model's order.
+            heads: number of all attention heads.
         """
         if topology.size > heads:
             raise UserError(
@@ -102,26 +113,31 @@ class Layout:
         return cls(parts, even_shares(heads, topology.shard_order))
 
     def of_rows(self, rows: Sequence[int]) -> Layout:
-        """Return a layout in which rank i has rows[i] rows of no particular segment, for calls that send only some
-        rows."""
+        """Return a layout with these heads in which each rank has a given number of rows of no particular segment.
+        Calls that send only some of their rows use it.
+
+        Args:
+            rows: number of rows of each rank.
+        """
         return Layout((ShardedSegment(Segment("rows", sum(rows)), tuple(rows)),), self.heads, self.sequence)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """The number of rows of every rank (L_i)."""
+        """The number of rows (tokens of all segments) of each rank, by rank."""
         return tuple(map(sum, zip(*(part.shares for part in self.parts), strict=True)))
 
     @cached_property
     def may_stay(self) -> tuple[int, ...]:
-        """The number of every rank's rows that V-Major may leave unsent."""
+        """The number of each rank's rows that V-Major may leave unsent if they hardly changed, by rank."""
         chosen = [part.shares for part in self.parts if part.segment.may_stay]
         return tuple(map(sum, zip(*chosen, strict=True))) if chosen else (0,) * len(self.heads)
 
     @cached_property
     def may_stay_slices(self) -> tuple[slice, ...]:
-        """The slice of each rank's own rows that V-Major may leave unsent, by rank; `may_stay` has their numbers.
+        """The place among each rank's own rows of those that V-Major may leave unsent if they hardly changed: one slice
+        a rank.
 
-        Raise UserError if the segments of these rows do not stand side by side.
+        `may_stay` has their numbers. Raise UserError if the segments of these rows do not stand side by side.
         """
         kinds = [part.segment.may_stay for part in self.parts]
         first = kinds.index(True) if True in kinds else 0
@@ -133,20 +149,24 @@ class Layout:
 
     @cached_property
     def in_sequence(self) -> tuple[int, ...]:
-        """The ranks in the order in which their rows lie in the whole sequence."""
+        """The numbers of the ranks in the order in which their rows lie in the whole sequence after the exchange."""
         return self.sequence or tuple(range(len(self.heads)))
 
     @cached_property
     def row_slices(self) -> tuple[slice, ...]:
-        """The place of every rank's rows in the whole sequence."""
+        """The place of each rank's rows in the whole sequence after the exchange, by rank."""
         of_rank = slices([self.rows[rank] for rank in self.in_sequence])
         return tuple(where for _, where in sorted(zip(self.in_sequence, of_rank, strict=True), key=lambda x: x[0]))
 
     def rows_of(self, ranks: Sequence[int]) -> slice:
-        """Return the place of the rows of some ranks in the whole sequence. The ranks have to be consecutive in it."""
+        """Return the place of the rows of some ranks in the whole sequence after the exchange.
+
+        Args:
+            ranks: ranks whose rows lie one after the other in the sequence, in that order.
+        """
         return slice(self.row_slices[ranks[0]].start, self.row_slices[ranks[-1]].stop)
 
     @cached_property
     def head_slices(self) -> tuple[slice, ...]:
-        """The heads of every rank, as a slice of all heads."""
+        """The place of each rank's heads among all heads, by rank."""
         return slices(self.heads)

@@ -14,7 +14,7 @@ from cocodiff.topology import Topology
 
 
 class Wire(NamedTuple):
-    """A link between two ranks' tiles."""
+    """A physical link between the tiles of two ranks on a node."""
 
     a: int  # one rank
     b: int  # the other rank
@@ -23,7 +23,7 @@ class Wire(NamedTuple):
 
 
 def wires(topology: Topology) -> list[Wire]:
-    """Return every link between tiles of a node, once."""
+    """Return all physical links between tiles of the same node, each link once."""
     rates = {"sibling": topology.machine.links.sibling_gb_s, "plane": topology.machine.links.plane_gb_s}
     every = [pair for ranks in topology.on_node.values() for pair in combinations(ranks, 2)]
     pairs = [(a, b, topology.link_class(a, b)) for a, b in every]
@@ -31,10 +31,11 @@ def wires(topology: Topology) -> list[Wire]:
 
 
 def next_hops(topology: Topology, rank: int) -> dict[int, int]:
-    """Return, for every other reachable rank of the node, the neighbour that a shortest path goes through first.
+    """Return where a rank sends a message for each other rank of its node that links reach: a dict from that rank to
+    the neighbour that a shortest path goes through first.
 
-    Of equally short paths it takes the one that crosses to the sibling first: the message then leaves the card on the
-    plane of its receiver.
+    Of equally short paths it takes the one that goes to a tile of the same card first. The message then leaves the card
+    in the plane of its receiver.
     """
     neighbours: dict[int, list[tuple[bool, int]]] = defaultdict(list)
     for a, b, kind, _ in wires(topology):
@@ -55,7 +56,11 @@ def next_hops(topology: Topology, rank: int) -> dict[int, int]:
 def alltoall_bound(topology: Topology, block_bytes: float) -> float | None:
     """Return the least time, in seconds, of an all-to-all with equal blocks; None if no links join the ranks.
 
-    It is the largest quotient of bytes and rate over these cuts: each tile, each card and each node against the others.
+    It is the largest quotient of bytes and rate over these cuts: each tile, each card and each node against the other
+    ranks.
+
+    Args:
+        block_bytes: bytes that each rank sends to each other rank.
     """
     links, bounds = topology.machine.links, []
     joined = wires(topology)

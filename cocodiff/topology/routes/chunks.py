@@ -27,12 +27,18 @@ StageParts = tuple[Plan, Plan, Plan]
 
 
 def chunk_ranks(topology: Topology, rank: int, chunks: int) -> Chunks:
-    """Return the ranks whose tokens make each chunk of `rank`, in the order in which it attends to them.
+    """Return the ranks whose tokens make each chunk of a rank's attention calls, in the order in which it attends to
+    the chunks.
 
     With at most as many chunks as nodes, a chunk is the own node, or a group of consecutive other nodes. With more, a
     chunk is a group of a node's cards, and the own card is a chunk of its own. If the nodes do not divide the chunks,
     the farthest nodes have one more. No chunk is smaller than a card, so there may be fewer chunks than asked for.
     Their number is the same on all ranks.
+
+    Args:
+        topology: the ranks that share the sequence.
+        rank: the rank that attends.
+        chunks: number of chunks that are asked for.
     """
     own = topology.places[rank]
     cards_of = by_key(dict.fromkeys((place.node, place.card) for place in topology.places))
@@ -51,22 +57,35 @@ def chunk_ranks(topology: Topology, rank: int, chunks: int) -> Chunks:
 
 
 def sequence_of(topology: Topology, rank: int, chunks: int) -> tuple[int, ...]:
-    """Return all ranks in the order in which their rows lie in `rank`'s sequence, chunk by chunk.
+    """Return all ranks in the order in which their rows lie in one rank's sequence, if its calls are in chunks: chunk
+    by chunk.
 
-    Return () if there is one chunk, for the plain order of ranks.
+    Return () if there is only one chunk; rows then lie in the order of the ranks.
+
+    Args:
+        topology: the ranks that share the sequence.
+        rank: the rank whose sequence it is.
+        chunks: number of chunks that are asked for.
     """
     found = chunk_ranks(topology, rank, chunks)
     return sum(found, ()) if len(found) > 1 else ()
 
 
 class Stages:
-    """The stages of one rank's exchanges, one for each chunk.
+    """The exchanges of one rank cut into stages, one for each chunk of its attention calls (Torus attention).
 
     Each stage has three parts: messages that leave at once, blocks that are passed on, and blocks that come over a slow
     link from another node before they are passed on.
     """
 
     def __init__(self, topology: Topology, rank: int, chunks: int) -> None:
+        """Compute the chunks of all ranks; this rank's are kept as `chunks`.
+
+        Args:
+            topology: the ranks that share the sequence.
+            rank: the rank whose exchanges are cut.
+            chunks: number of chunks that are asked for.
+        """
         self._topology, self._rank = topology, rank
         of_rank = [chunk_ranks(topology, other, chunks) for other in range(topology.size)]
         self.chunks = of_rank[rank]
@@ -74,16 +93,16 @@ class Stages:
 
     @property
     def hearing(self) -> list[tuple[int, ...]]:
-        """The ranks, for every stage, that attend to this rank's tokens at that stage."""
+        """The ranks that attend to this rank's tokens at each stage: one tuple of ranks a stage."""
         numbers = [of[self._rank] for of in self._stage]
         return [tuple(r for r, n in enumerate(numbers) if n == number) for number in range(len(self.chunks))]
 
     def of(self, plan: Plan, way: str) -> list[StageParts]:
-        """Cut an exchange of this rank into its stages.
+        """Cut an exchange of this rank into stages. Return the three parts of each stage, in the order of the stages.
 
         Args:
             plan: the whole exchange, always in its forward direction.
-            way: the direction that the stages are for, "forward" or "back".
+            way: the direction that the stages are for, "forward" (q, k and v) or "back" (the output).
         """
         places, whole = self._topology.places, plan if way == "forward" else reverse(plan)
 
@@ -102,8 +121,12 @@ class Stages:
         return [parts(stage) for stage in range(len(self.chunks))]
 
     def _only(self, phase: Phase, wanted: Callable[[Block, int], bool]) -> Phase:
-        """Return a phase with some of its blocks, over the same routes. `wanted` is given a block and the rank that
-        sends it."""
+        """Return a phase with some of its blocks, over the same routes.
+
+        Args:
+            phase: the phase with all blocks.
+            wanted: function of a block and the rank that sends it; True to keep the block.
+        """
         sends = {peer: tuple(b for b in message if wanted(b, self._rank)) for peer, message in phase.sends.items()}
         receives = {peer: tuple(b for b in message if wanted(b, peer)) for peer, message in phase.receives.items()}
         sends, receives = ({p: message for p, message in some.items() if message} for some in (sends, receives))
@@ -111,79 +134,104 @@ class Stages:
 
 
 def consecutive(items: Sequence[T], groups: int) -> list[list[T]]:
-    """Divide items into `groups` lists of neighbours, or one list per item if there are fewer. Sizes differ by at most
-    one, smaller lists first."""
+    """Divide items into lists of neighbours whose sizes differ by at most one, smaller lists first. Return these lists.
+
+    Args:
+        groups: number of lists; there are fewer if there are fewer items.
+    """
     groups = min(groups, len(items))
     return [list(items[part]) for part in slices(_shares_for_the_last(len(items), groups))] if groups else []
 
 
 def _shares_for_the_last(total: int, parts: int) -> tuple[int, ...]:
-    """Divide `total` into shares that differ by at most one; the last ones get the extras."""
+    """Divide a number into shares that differ by at most one, the larger ones last. Return the shares."""
     return even_shares(total, range(parts)[::-1])
 
 
 def _from(first: int, items: Sequence[T]) -> list[T]:
-    """Rotate `items` so that the one at index `first` is the first."""
+    """Return the items rotated, so that the one at index `first` comes first and those before it come last."""
     return [*items[first:], *items[:first]]
 
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """A table of the exchange to use by size of the tensors."""
+    """A table of measurements that says which exchange to use by the size of the tensors, for the setting `exchange:
+    auto`."""
 
     # (largest MB per rank, name of the exchange), ascending; the last limit is infinite
     rows: tuple[tuple[float, str], ...]
 
     def exchange_for(self, megabytes: float) -> str:
-        """Return the name of the exchange for tensors of this size per rank."""
+        """Return the name of the exchange for tensors of a given size.
+
+        Args:
+            megabytes: size of q, k and v together, in MB per rank.
+        """
         return next(name for limit, name in self.rows if megabytes <= limit)
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """The number of chunks of Torus attention, and the size that it pays from."""
+    """The number of chunks of Torus attention, and the size of tensors from which chunks are used."""
 
-    chunks: int = 1  # 1: not in chunks
-    from_mb: float = 0.0  # smallest MB of q, k and v per rank
+    chunks: int = 1  # number of chunks; 1: not in chunks
+    from_mb: float = 0.0  # smallest MB of q, k and v per rank that is cut into chunks
 
 
 def megabytes_per_rank(layout: Layout, cell: int) -> float:
-    """Return the mean MB (1e6 bytes) of a rank's tensors in one call, which is the same number on every rank.
+    """Return the mean MB (1e6 bytes) of one tensor's part on a rank in an attention call. The number is the same on
+    every rank, so all choose the same exchange.
 
     Args:
-        cell: bytes of one token and head.
+        layout: the tokens and heads of every rank in the call.
+        cell: bytes of one token and head, in all tensors that are counted.
     """
     return sum(layout.rows) * sum(layout.heads) * cell / len(layout.rows) / 1e6
 
 
 @dataclass(frozen=True)
 class Side:
-    """The rows or the columns of a grid that ranks share, as Latte's frames or places."""
+    """The rows or the columns of a grid of tokens that ranks share, such as the frames or the places of the video model
+    Latte."""
 
     shares: tuple[int, ...]  # number of rows of every rank, in order
     cuts: int = 1  # number of slices that each share is cut into, of sizes that differ by at most one
 
     @classmethod
     def cut(cls, shares: Sequence[int], wanted: int) -> Side:
-        """Build a side with `wanted` slices per share, or as many as the smallest share has rows."""
+        """Build a side whose shares are cut into a given number of slices, or into fewer if the smallest share has
+        fewer rows.
+
+        Args:
+            shares: number of rows of every rank.
+            wanted: number of slices of each share.
+        """
         return cls(tuple(shares), min(wanted, *shares))
 
     @cached_property
     def _starts(self) -> tuple[tuple[int, ...], ...]:
-        """The beginning of every rank's slices in its share, with the end of the last one behind."""
+        """The row at which each slice of a rank's share begins, and behind them the share's size; one tuple a rank."""
         return tuple(tuple(accumulate(even_shares(share, range(self.cuts)), initial=0)) for share in self.shares)
 
     def own(self, rank: int, chosen: range) -> slice:
-        """Return the place of a rank's `chosen` slices in its share."""
+        """Return the place of some slices of a rank's share within that share.
+
+        Args:
+            chosen: consecutive numbers of slices, from 0 to `cuts` - 1.
+        """
         return slice(self._starts[rank][chosen.start], self._starts[rank][chosen.stop])
 
     def whole(self, rank: int, chosen: range) -> slice:
-        """Return the place of a rank's `chosen` slices on the whole side."""
+        """Return the place of some slices of a rank's share among the rows of all ranks.
+
+        Args:
+            chosen: consecutive numbers of slices, from 0 to `cuts` - 1.
+        """
         before, own = sum(self.shares[:rank]), self.own(rank, chosen)
         return slice(before + own.start, before + own.stop)
 
     def sizes(self, chosen: range) -> tuple[int, ...]:
-        """Return the number of rows of every rank in some slices of its share.
+        """Return the number of rows that each rank has in some slices of its share, by rank.
 
         Args:
             chosen: consecutive numbers of slices, from 0 to `cuts` - 1.
@@ -192,17 +240,19 @@ class Side:
 
 
 class Piece(NamedTuple):
-    """The part of a transpose that is sent at once: some slices of one side by some slices of the other."""
+    """A part of a transpose (an exchange of rows for columns between ranks) that is sent at once: some slices of one
+    side by some slices of the other."""
 
     given: range  # slices of the side that is computed before the transpose
     taken: range  # slices of the side that is computed after it
 
 
 def pieces(given: int, taken: int, early: int) -> Iterator[tuple[Piece, ...]]:
-    """Yield, for each slice that is computed, the pieces of a transpose that are sent after it.
+    """Yield, for each slice that a rank computes before a transpose, the pieces of the transpose that it sends after
+    this slice.
 
-    With `early` 0 only receiving overlaps with computing (the paper's intra-layer scheduling). With more, some of it is
-    sent while the layer before computes (inter-layer).
+    With `early` 0 only receiving overlaps with computing (the paper's intra-layer scheduling). With more, some pieces
+    are sent while the layer before computes (inter-layer).
 
     Args:
         given: number of slices of the side that is computed.

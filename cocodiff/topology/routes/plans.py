@@ -19,10 +19,10 @@ from cocodiff.topology import Place, Topology
 
 
 class Block(NamedTuple):
-    """The rows of rank `rows` for the heads of rank `heads`."""
+    """The unit of an exchange: the rows (tokens) of one rank for the heads of another."""
 
-    rows: int
-    heads: int
+    rows: int  # rank whose rows they are
+    heads: int  # rank whose heads they are
 
 
 Messages = dict[int, tuple[Block, ...]]  # peer -> the blocks of the message to or from it
@@ -30,7 +30,7 @@ Messages = dict[int, tuple[Block, ...]]  # peer -> the blocks of the message to 
 
 @dataclass(frozen=True)
 class Phase:
-    """The messages of one rank between two points at which it waits."""
+    """The messages that one rank sends and receives in one part of an exchange, all posted together."""
 
     lane: str  # the link group that carries it, "sibling" or "plane" (planes and nodes)
     sends: Messages  # to each receiver, its blocks in the order in which the message has them
@@ -39,7 +39,7 @@ class Phase:
     hop: int = 0
 
     def reversed(self) -> Phase:
-        """Return the phase of the way back, with sends and receives swapped."""
+        """Return this phase as it is on the way back, for attention's output: sends and receives are swapped."""
         return Phase(self.lane, sends=self.receives, receives=self.sends, hop=(0, 2, 1)[self.hop])
 
 
@@ -47,9 +47,12 @@ Plan = tuple[Phase, ...]  # the phases of one rank's exchange, in the order in w
 
 
 def plan_of(topology: Topology, rank: int, name: str, nic_balance: bool) -> Plan:
-    """Return the plan of a rank for the exchange `name` of the table `EXCHANGES`.
+    """Return what one rank sends and receives in an exchange, phase by phase.
 
     Args:
+        topology: the ranks that exchange blocks.
+        rank: the rank whose plan it is.
+        name: name of the exchange in the table `EXCHANGES`.
         nic_balance: True to spread "split"'s blocks for other nodes over the NICs.
     """
     if name == "split" and nic_balance:
@@ -59,7 +62,8 @@ def plan_of(topology: Topology, rank: int, name: str, nic_balance: bool) -> Plan
 
 
 def flat_plan(topology: Topology, rank: int) -> Plan:
-    """Return the plan of plain Ulysses: every block goes straight to the rank that owns its heads."""
+    """Return one rank's messages in the exchange "flat", plain Ulysses: every block goes straight to the rank that owns
+    its heads."""
     others = [other for other in range(topology.size) if other != rank]
     sends: Messages = {other: (Block(rank, other),) for other in others}
     receives: Messages = {other: (Block(other, rank),) for other in others}
@@ -67,8 +71,8 @@ def flat_plan(topology: Topology, rank: int) -> Plan:
 
 
 def tapa_plan(topology: Topology, rank: int) -> Plan:
-    """Return the plan of TAPA (CoCoDiff section III-B): siblings swap first, then every plane exchanges among its own
-    tiles.
+    """Return one rank's messages in the exchange "tapa" (CoCoDiff section III-B): tiles of a card swap first, then each
+    plane exchanges among its own tiles.
 
     Phase 1 leaves a rank with all tokens of its card for the heads of the planes that it serves. Phase 2 takes them to
     the plane's tiles on the other cards and nodes. So no block crosses from one plane to another between cards.
@@ -88,9 +92,11 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
 
 
 def _swap(topology: Topology, rank: int, places: Sequence[Place]) -> tuple[Phase, list[int]]:
-    """Return the phase in which siblings swap blocks, and the ranks on other cards that `rank` serves.
+    """Return (the phase in which the tiles of a card swap blocks, the ranks on other cards that this rank serves).
 
     Args:
+        topology: the ranks that exchange blocks.
+        rank: the rank whose phase it is.
         places: the ranks whose heads are considered.
     """
 
@@ -109,15 +115,18 @@ def _swap(topology: Topology, rank: int, places: Sequence[Place]) -> tuple[Phase
 
 
 def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], int] | None = None) -> Plan:
-    """Return the plan of split, which puts TAPA's bytes on all links at once.
+    """Return one rank's messages in the exchange "split", which puts TAPA's bytes on all links at once.
 
-    On a node, blocks for the planes that a rank serves go straight to their owners. Each sibling gets one message with
-    all blocks for its planes and relays them. Blocks for other nodes go straight, except for `detours`.
+    On a node, blocks for the planes that a rank serves go straight to their owners. Each sibling (other tile of the
+    card) gets one message with all blocks for its planes and relays them. Blocks for other nodes go straight, except
+    for `detours`.
 
     Every link carries the same bytes as in TAPA, but the slow ones start at once: siblings swap while these are busy.
     Phases are listed in the order in which their messages are posted. Only the relay depends on an earlier phase.
 
     Args:
+        topology: the ranks that exchange blocks.
+        rank: the rank whose plan it is.
         detours: the rank that passes a block on, by the ranks of the block's rows and heads.
     """
     here, siblings = topology.places[rank], topology.siblings(rank)
@@ -150,8 +159,13 @@ def split_plan(topology: Topology, rank: int, detours: Mapping[tuple[int, int], 
 
 
 def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Phase, Phase]:
-    """Return the two phases of a rank's part in all detours: to the rank that passes a block on, and onward from
-    there."""
+    """Return two phases of one rank, with its messages in all detours: to the rank that passes a block on, and onward
+    from that rank.
+
+    Args:
+        rank: the rank whose phases they are.
+        detours: the rank that passes a block on, by the ranks of the block's rows and heads.
+    """
 
     def by_peer(chosen: Iterable[tuple[int, Block]]) -> dict[int, tuple[Block, ...]]:
         """Group blocks by peer."""
@@ -177,8 +191,8 @@ def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Ph
 
 
 def reverse(plan: Plan) -> Plan:
-    """Return the plan of the way back, for attention's output: the same routes, from the rank of the heads to the rank
-    of the rows.
+    """Return an exchange's plan for the way back, for attention's output: the same routes, from the rank of the heads
+    to the rank of the rows.
 
     Blocks that will be passed on are posted first, then those that go straight, and last those being passed on, which
     have to wait.
@@ -191,7 +205,8 @@ Pair = tuple[int, int]  # the ranks of a block's rows and of its heads
 
 @lru_cache(maxsize=4)  # the same for all ranks, of which one process may have many
 def nic_detours(topology: Topology) -> dict[Pair, int]:
-    """Return the rank that passes a block on, by (rows, heads), for the blocks between nodes that do not go straight.
+    """Return the blocks between nodes that take a detour so that all NICs of a node carry about the same: the rank that
+    passes a block on, by the ranks of its rows and heads.
 
     All blocks are counted as equal in size. That is exact where tokens and heads divide evenly, and close otherwise.
     """
@@ -203,8 +218,15 @@ def nic_detours(topology: Topology) -> dict[Pair, int]:
 
 
 def _balance(topology: Topology, node: int, leaving: bool, detours: dict[Pair, int]) -> None:
-    """Add to `detours` blocks that leave (or enter) a node, from its fullest NIC to its emptiest, until they differ by
-    one."""
+    """Add detours to the dict `detours`, for blocks that leave or enter one node: from its fullest NIC to its emptiest,
+    until their numbers of blocks differ by one.
+
+    Args:
+        topology: the ranks that exchange blocks.
+        node: number of the node.
+        leaving: True for blocks that leave the node, False for those that enter it.
+        detours: the rank that passes a block on, by the ranks of the block's rows and heads.
+    """
     here = topology.on_node[node]
     away = [place.rank for place in topology.places if place.node != node]
     load = {nic: tiles * len(away) for nic, tiles in Counter(topology.nics[rank] for rank in here).items()}

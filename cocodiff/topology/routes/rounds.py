@@ -26,7 +26,7 @@ LEVELS = NODE, CARD, TILE = (0, 1, 2)  # indices into `Grid.shape`
 
 
 class Move(NamedTuple):
-    """A step in which a member passes on the block that it holds and receives the next one."""
+    """A step of a ring in which a member passes on the block that it holds and receives the next one."""
 
     to: int  # member that gets the block
     before: int  # member that the next block comes from
@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A block while one member holds it."""
+    """The time in which one member of a ring holds one block."""
 
     member: int  # member whose own block it is
     onward: Move | None  # the move after it; None for the last visit
@@ -43,7 +43,7 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The members of a ring (indices from 0), arranged by node, card and tile."""
+    """The members of a ring (indices from 0), arranged by node, card and tile, and the way of blocks between them."""
 
     # number of nodes, cards of a node, tiles of a card; their product is the number of members
     shape: tuple[int, int, int]
@@ -52,11 +52,14 @@ class Grid:
 
     @classmethod
     def of(cls, places: Sequence[Place]) -> Grid:
-        """Arrange members by their `places`.
+        """Arrange the members of a ring by their places on the machine.
 
         If cards have unequal numbers of members, blocks go from tile to tile through the whole node. They go to and fro
         over the cards, so that messages stay on a card or in a plane wherever possible. If nodes have unequal numbers,
         blocks go in this way through all nodes.
+
+        Args:
+            places: the place of each member, by member.
         """
         nodes = list(Counter(place.node for place in places).values())
         cards = list(Counter((place.node, place.card) for place in places).values())
@@ -74,36 +77,43 @@ class Grid:
 
     @cached_property
     def levels_M(self) -> Integers:
-        """The level along which all blocks go at each move: round the card, then one card on, and after all cards one
-        node on.
+        """The level along which all blocks go at each of M moves, as an index into `shape`.
 
-        The next round of a card begins where the last one ended, and is complete from there.
+        Blocks go round the card, then one card on, and after all cards one node on. The next round of a card begins
+        where the last one ended, and is complete from there.
         """
         nodes, cards, tiles = (size if level in self.along else 1 for level, size in enumerate(self.shape))
         number_M = np.arange(1, nodes * cards * tiles)
         return np.where(number_M % tiles != 0, 2, np.where(number_M // tiles % cards != 0, 1, 0))
 
     def blocks_at_hand(self, members: Sequence[int]) -> Integers:
-        """Return the member whose block each of `members` holds, visit by visit (visits x members)."""
+        """Return whose block each of some members holds at each visit: an array of members, [visits, members]."""
         return self._from(members, -self._steps_ML)
 
     def holders(self, members: Sequence[int]) -> Integers:
-        """Return the member that holds the block of each of `members`, visit by visit (visits x members)."""
+        """Return which member holds the block of each of some members at each visit: an array of members, [visits,
+        members]."""
         return self._from(members, self._steps_ML)
 
     @cached_property
     def _steps_ML(self) -> Integers:
-        """The number of steps that a block has taken along every level, visit by visit (visits x levels)."""
+        """The number of steps that a block has taken along each of L levels at each of M visits, [visits, levels]."""
         steps_ML = np.zeros((len(self.levels_M) + 1, len(LEVELS)), dtype=np.int64)
         steps_ML[1:] = np.cumsum(np.eye(len(LEVELS), dtype=np.int64)[self.levels_M], 0)
         return steps_ML
 
     def neighbours(self, members: Sequence[int], level: int, step: int) -> Integers:
-        """Return the members that are `step` steps on from each of `members` along a level."""
+        """Return the members that stand some steps further than each of the given ones along a level, as an array.
+
+        Args:
+            members: the members to start from.
+            level: index into `shape`: NODE, CARD or TILE.
+            step: number of steps; negative for the other direction.
+        """
         return self._from(members, step * np.eye(len(LEVELS), dtype=np.int64)[level : level + 1])[0]
 
     def visits(self, member: int) -> tuple[Visit, ...]:
-        """Return all visits of blocks at a member, its own block first."""
+        """Return all blocks that a member holds in a call, one after the other, its own first."""
         to, before = ([int(self.neighbours([member], level, step)[0]) for level in LEVELS] for step in (1, -1))
         at_hand_M, holders_M = (of([member])[:, 0].tolist() for of in (self.blocks_at_hand, self.holders))
         steps = zip(self.levels_M, at_hand_M[1:], strict=True)
@@ -111,7 +121,12 @@ class Grid:
         return tuple(map(Visit, at_hand_M, [*moves, None], holders_M))
 
     def _from(self, members: Sequence[int], steps_ML: Integers) -> Integers:
-        """Return the member at each row of steps, one per level, from each of `members` (rows x members)."""
+        """Return the member that is reached by each row of steps from each of the given members, [rows, members].
+
+        Args:
+            members: the members to start from.
+            steps_ML: number of steps along each level, [rows, levels].
+        """
         members_G = np.array(self.members)
         places_NL = np.stack(np.unravel_index(np.argsort(members_G)[list(members)], self.shape), 1)
         there_MNL = (places_NL + steps_ML[:, None]) % np.array(self.shape)
@@ -119,7 +134,12 @@ class Grid:
 
 
 def _to_and_fro(places: Sequence[Place]) -> tuple[int, ...]:
-    """Order members by node and card, with the planes ascending on one card and descending on the next."""
+    """Return the members of a ring ordered by node and card, with the planes ascending on one card and descending on
+    the next.
+
+    Args:
+        places: the place of each member, by member.
+    """
     cards = sorted({(place.node, place.card) for place in places})
     turn = {card: (-1) ** number for number, card in enumerate(cards)}
 
@@ -131,13 +151,23 @@ def _to_and_fro(places: Sequence[Place]) -> tuple[int, ...]:
 
 
 def rounds_of(mesh: Mesh, along: tuple[int, ...] = LEVELS) -> tuple[Grid, ...]:
-    """Return the grid of every slot's ring, whose members are Ulysses groups, with blocks passed along these levels."""
+    """Return the grid of each ring of a mesh, by slot. The members of a ring are the mesh's Ulysses groups.
+
+    Args:
+        mesh: the Ulysses groups and the rings across them.
+        along: levels (NODE, CARD, TILE) along which blocks are passed.
+    """
     places, rings = mesh.topology.places, zip(*mesh.groups, strict=True)
     return tuple(replace(Grid.of([places[rank] for rank in ring]), along=along) for ring in rings)
 
 
 def visits_of(mesh: Mesh, rank: int, along: tuple[int, ...] = LEVELS) -> tuple[Visit, ...]:
-    """Return the blocks that a rank attends to, in order of its visits, and where it passes each on along these
-    levels."""
+    """Return the blocks that a rank attends to in a ring, in order, each with the move by which it is passed on.
+
+    Args:
+        mesh: the Ulysses groups and the rings across them.
+        rank: the rank that attends.
+        along: levels (NODE, CARD, TILE) along which blocks are passed.
+    """
     group, slot = mesh.group_and_slot(rank)
     return rounds_of(mesh, along)[slot].visits(group)
