@@ -2,8 +2,8 @@
 the same answers.
 
 The engine asks by the table `PLANNER` of the registry, so a run that leaves nothing open imports none of this. It asks
-before it has seen a call. So mesh and codec are chosen for an image of 1024 x 1024 pixels with a prompt of 512 tokens;
-larger images compute somewhat longer for their bytes. A mesh or a codec costs what `plan` predicts for a layer
+before the first call of the model. So mesh and codec are chosen for an image of 1024 x 1024 pixels with a prompt of 512
+tokens; larger images compute somewhat longer for their bytes. A mesh or a codec costs what `plan` predicts for a layer
 (`layers.py`).
 """
 
@@ -40,16 +40,21 @@ AWAITED = {"now": 1.0, "displaced": 0.06, "adaptive": 0.3}
 
 
 class PricedMesh(NamedTuple):
-    """A mesh with the predicted bytes and seconds of a layer."""
+    """A mesh of Ulysses and Ring with the predicted bytes and seconds of one layer."""
 
-    mesh: Mesh
+    mesh: Mesh  # the Ulysses groups and the rings across them
     sent: Sent  # the messages of a layer
     seconds: float  # seconds of a layer; without all rates, the largest number of heads on a rank over the mean
 
 
 def price(config: Config, mesh: Mesh, work: AttentionWork) -> PricedMesh:
-    """Return a mesh with the cost of a layer whose attention calls are `work`. Raise UserError if the settings do not
-    allow the mesh."""
+    """Predict the bytes and seconds of one layer on a mesh. Raise UserError if the settings do not allow the mesh.
+
+    Args:
+        config: the engine's settings.
+        mesh: the mesh of Ulysses and Ring.
+        work: the sizes of the layer's attention call.
+    """
     shape = ModelShape("a layer", work.heads, work.head_dim, 1, 1)
     case = Case(shape, mesh.topology, config, work.segments, work.batch, work.itemsize, known_mesh=mesh)
     (kind,) = kinds_of(case)
@@ -63,10 +68,16 @@ def price(config: Config, mesh: Mesh, work: AttentionWork) -> PricedMesh:
 
 
 def price_meshes(config: Config, topology: Topology, work: AttentionWork) -> list[PricedMesh]:
-    """Return all meshes that ranks, heads and settings allow, with their costs. Raise UserError if there is none.
+    """Return all meshes that ranks, heads and settings allow, with their predicted costs. Raise UserError if there is
+    none.
 
-    They are sorted: key rings before other kinds, then shorter rings, then fewer bytes out of the busiest node, then
-    fewer internode bytes.
+    They are sorted: rings of keys before other kinds, then shorter rings, then fewer bytes out of the busiest node,
+    then fewer bytes between nodes.
+
+    Args:
+        config: the engine's settings, which may fix the ring, its kind and its placement.
+        topology: the ranks that share a sequence.
+        work: the sizes of one attention call.
     """
     kinds = list(RINGS) if config.ring_kind == "auto" else [config.ring_kind]
     found, refused = list[PricedMesh](), list[UserError]()
@@ -86,10 +97,16 @@ def price_meshes(config: Config, topology: Topology, work: AttentionWork) -> lis
 
 
 def choose_mesh(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
-    """Return the mesh of a run: the first, in the order of `price_meshes`, that is about as fast as the fastest.
+    """Return the mesh of a run whose settings leave it open: the first in the order of `price_meshes` that is about as
+    fast as the fastest.
 
-    Without all of the machine's rates, evenness of heads is compared in place of time. Raise UserError for a ring that
+    If the machine file lacks rates, evenness of heads is compared in place of time. Raise UserError for a ring that
     ranks and heads do not allow.
+
+    Args:
+        config: the engine's settings.
+        topology: the ranks that share a sequence.
+        work: the sizes of one attention call.
     """
     config = config.with_(codec="none") if config.codec == "auto" else config  # auto is decided later, for the mesh
     found, near = price_meshes(config, topology, work), UNEVEN if topology.machine.missing_rates else GAIN
@@ -98,7 +115,16 @@ def choose_mesh(config: Config, topology: Topology, work: AttentionWork) -> Mesh
 
 
 def choose_codec(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str]:
-    """Return the settings with the finest codec that is about as fast as the fastest, and the choice in words."""
+    """Decide `codec: auto`. Return (the settings with that codec, a line that says why it was chosen).
+
+    It is the codec that changes tensors least of those about as fast as the fastest by prediction. If times cannot be
+    predicted, or on one rank, it is "none".
+
+    Args:
+        config: the engine's settings.
+        topology: the ranks that share a sequence.
+        work: the sizes of one attention call.
+    """
     if topology.size == 1 or topology.machine.missing_rates:
         codec = FROM_THE_FINEST[0]
         told = f"codec auto: {codec}, as the machine file does not tell rates, or one rank sends nothing"
@@ -121,12 +147,18 @@ def check_room(
     on_node: int,
     held: int,
 ) -> None:
-    """Raise UserError if this rank lacks the memory for what a run keeps between calls.
+    """Raise UserError if this rank lacks the memory for a run: activations, and what is kept between calls.
+
+    Nothing is checked if the free memory is not known.
 
     Args:
-        call: batch, bytes of an element and guidance branches of the model's call
-        on_node: number of ranks that share the node's memory
-        held: bytes that are already kept between calls
+        model: the transformer, on its device.
+        family: the model's family.
+        ranks: this rank's place among those that share a sequence, and the tokens.
+        call: batch, bytes of an element and guidance branches of the model's call.
+        device: the device that the transformer runs on.
+        on_node: number of ranks that share the node's memory.
+        held: bytes that are already kept between calls.
     """
     free = free_memory(device, on_node)
     if free is None:
@@ -141,8 +173,16 @@ def check_room(
 
 
 def check_room_for_layers(layers: int, qkv: LazyQKV, ranks: SequenceRanks, on_node: int) -> None:
-    """Raise UserError if this rank lacks the memory that `layers` layers keep for one guidance branch. qkv: of one of
-    them."""
+    """Raise UserError if this rank lacks the memory for what some layers keep between calls, for one guidance branch.
+
+    It is for models whose sizes are known only from a call. Nothing is checked if the free memory is not known.
+
+    Args:
+        layers: number of layers.
+        qkv: the tensors of one of these layers, which show their sizes.
+        ranks: this rank's place among those that share a sequence.
+        on_node: number of ranks that share the node's memory.
+    """
     q_BLHD = qkv.q()
     free = free_memory(q_BLHD.device, on_node)
     if free is None:

@@ -1,4 +1,5 @@
-"""Plans at both ends of what a machine file says without a measurement, and the choices that hang on it.
+"""Plans at both ends of the ranges that a machine file gives without a measurement, and the choices that depend on
+them.
 
 A machine file's `beliefs` give the range in which a value may lie. Each is looked at alone: all other values stay as
 the file has them. Meshes and codecs that `auto` stands for are chosen again, as for a file with the other value.
@@ -19,20 +20,27 @@ HALVINGS = 7  # of a range, to find the value at which a choice changes
 
 
 class End(NamedTuple):
-    """A plan with one value of the machine file at an end of its range."""
+    """The plan of a job if one unmeasured value of the machine file is at an end of its range."""
 
-    belief: Belief
+    belief: Belief  # the value that was not measured, with its range
     believed: float  # the file's value
-    value: float  # at this end
-    division: Division
+    value: float  # the value at this end of the range
+    division: Division  # the plan with that value
 
     @property
     def side(self) -> str:
+        """The side of the file's value on which this end lies, "below" or "above"."""
         return "below" if self.value < self.believed else "above"
 
 
 def with_value(division: Division, name: str, value: float) -> Division:
-    """Return the same job on a machine with another number of its links or device."""
+    """Return the plan of the same job on a machine with another number of its links or device.
+
+    Args:
+        division: the plan on the machine as its file describes it.
+        name: name of the field of `Links` or `Device`.
+        value: the other number, in the field's unit.
+    """
     cases = []
     for case in division.cases:
         machine = case.topology.machine.with_value(name, value)
@@ -41,7 +49,10 @@ def with_value(division: Division, name: str, value: float) -> Division:
 
 
 def ends_of(division: Division) -> Iterator[End]:
-    """Yield the plan at the ends of every belief of its machine but for those that are the file's own value."""
+    """Yield the plans with each unmeasured value of the machine file at the low and the high end of its range.
+
+    An end that equals the file's own value is left out.
+    """
     machine = division.cases[0].topology.machine
     for belief in machine.beliefs:
         believed = machine.value(belief.name)
@@ -51,14 +62,23 @@ def ends_of(division: Division) -> Iterator[End]:
 
 
 def choices_of(division: Division) -> str:
-    """Return the mesh and the codec of the first ranks that share a sequence, in words."""
+    """Return the mesh and the codec of a plan in words, such as "ulysses 12, codec int4": those of the first ranks that
+    share a sequence."""
     mesh, codec = division.mesh, division.parts[0][0][0].config.codec
     ring = f", ring {mesh.ring} of {mesh.kind}" if mesh.ring > 1 else ""
     return f"ulysses {mesh.ulysses}{ring}" + (f", codec {codec}" if codec != "none" else "")
 
 
 def turning_points(division: Division, holds: Callable[[Division], bool]) -> Iterator[tuple[End, float]]:
-    """Yield the ends at which `holds` of a plan is another truth than with the file, and the value from which on."""
+    """Yield the ends of ranges at which a statement about the plan is no longer what it is with the machine file's
+    values.
+
+    Each comes as (the plan at that end, the value of the machine at which the statement changes).
+
+    Args:
+        division: the plan with the file's values.
+        holds: the statement, such as `pays`: a function of a plan.
+    """
     with_file = holds(division)
     for end in ends_of(division):
         if holds(end.division) == with_file:
@@ -74,11 +94,11 @@ def turning_points(division: Division, holds: Callable[[Division], bool]) -> Ite
 
 
 def uncoded(division: Division) -> StepPlan:
-    """Return a step without the codec and displacement."""
+    """Return the predicted costs of the same job's step with neither codec nor displacement, for comparison."""
     (case,) = division.cases
     return replace(division, cases=[case.with_settings(codec="none", arrival="now")]).steps[0]
 
 
 def pays(division: Division) -> bool:
-    """Return True if a step with the codec and displacement takes less time than without."""
+    """Return True if a step with the codec and displacement is predicted to take less time than without them."""
     return division.steps[0].step_s < uncoded(division).step_s

@@ -1,4 +1,4 @@
-"""The rates of a machine's links, from messages that were measured, and the machine's file."""
+"""The rates of a machine's links, as measurements of messages give them, and the machine file that says so."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ LEAST = 1e-3  # the smallest share of its links' rates that a machine file may h
 
 @dataclass(frozen=True)
 class Constants:
-    """The latencies of a machine's messages, and the rates of its links."""
+    """Measured latencies of a machine's messages, and the parts of the nominal rates that its links reach."""
 
     latency_us: float = 0.0  # microseconds from a message's start to its first byte
     message_us: float = 0.0  # microseconds between two messages that a rank starts
-    # The part of its nominal rate that each kind of link reaches.
-    sibling: float = 1.0
-    plane: float = 1.0
-    nic: float = 1.0
+    sibling: float = 1.0  # part of its nominal rate that a link between tiles of a card reaches
+    plane: float = 1.0  # the same of a link in a plane
+    nic: float = 1.0  # the same of a NIC
 
     def machine(self, nominal: Machine) -> Machine:
-        """Return the machine with these latencies and rates, and without the beliefs that they settle."""
+        """Return a copy of the machine with these latencies and rates, without the beliefs (unmeasured ranges) that
+        they settle.
+
+        Args:
+            nominal: the machine with the nominal rates of its links.
+        """
         rates = {f"{name}_gb_s": getattr(nominal.links, f"{name}_gb_s") * getattr(self, name) for name in RATES}
         links = replace(nominal.links, latency_us=self.latency_us, message_us=self.message_us, **rates)
         beliefs = tuple(one for one in nominal.beliefs if one.name not in MEASURED)
@@ -40,14 +44,16 @@ class Constants:
 
 
 class AllToAll:
-    """An exchange of equal blocks among all ranks, whose seconds are predicted for a machine."""
+    """An exchange of equal blocks among all ranks, as `bench alltoall` times it, whose seconds are predicted for a
+    machine."""
 
     def __init__(self, topology: Topology, variant: str, size_mb: float) -> None:
         """Compute the bytes on the fullest link of every kind, for each stage of the exchange.
 
         Args:
+            topology: the ranks.
             variant: name of an exchange, or "flat_serial": flat, but to one peer at a time.
-            size_mb: MB of all blocks of a rank, its block for itself included.
+            size_mb: MB of all blocks that a rank has before the exchange, its block for itself included.
         """
         P, one_peer, self._variant = topology.size, variant == "flat_serial", variant
         rows = max(1, round(size_mb * 1e6 / P / ROW_BYTES))
@@ -57,12 +63,13 @@ class AllToAll:
         self._stages = [(stage, ROW_BYTES * stage.traffic(rows_P, heads_P).fullest()) for stage in stages]
 
     def seconds(self, machine: Machine, part: str = "whole") -> float:
-        """Return the predicted seconds on a machine.
+        """Return the predicted seconds of the exchange, or of one phase of it.
 
         Raise UserError for phases of another exchange than tapa.
 
         Args:
-            part: "whole", or "phase1" or "phase2" of tapa
+            machine: the machine whose rates and latencies count.
+            part: "whole", or "phase1" or "phase2" of tapa.
         """
         latencies, rates = Latencies.of(machine), rates_of(machine)
         of_stages = [stage.wait_s(latencies) + float((loads / rates).max()) for stage, loads in self._stages]
@@ -73,9 +80,14 @@ class AllToAll:
         return of_stages[PHASES.index(part) - len(PHASES)]  # cards of one tile have only the second phase
 
     def link_share(self, machine: Machine, seconds: float) -> float | None:
-        """Return the share of its links' rates that a machine reached if this took `seconds`.
+        """Return the share of its links' rates that a machine reached, at least LEAST and at most 1, from a measured
+        time.
 
-        None if it took no longer than the latencies of its messages.
+        Return None if the exchange took no longer than the latencies of its messages.
+
+        Args:
+            machine: the machine that it was measured on, with its nominal rates.
+            seconds: measured seconds of the exchange.
         """
         waits_s = sum(stage.wait_s(Latencies.of(machine)) for stage, _ in self._stages)
         links_s = self.seconds(machine.with_value("link_share", 1.0)) - waits_s
@@ -83,13 +95,13 @@ class AllToAll:
 
 
 def slowed(machine: Machine, scale: float) -> Machine:
-    """Return a machine whose links are slower by a factor."""
+    """Return a copy of a machine whose links are slower by the factor `scale`, with the same latencies."""
     links, part = machine.links, 1 / scale
     return Constants(links.latency_us, links.message_us, part, part, part).machine(machine)
 
 
 def machine_file(machine: Machine) -> dict[str, Any]:
-    """Return a machine as the mapping in its file."""
+    """Return a machine as the mapping that its YAML file holds."""
     data = {key: value for key, value in asdict(machine).items() if value is not None}
     data["planes"], data["links"]["nic_of"] = list(machine.planes), list(machine.links.nic_of)
     data["beliefs"] = {one.pop("name"): one for one in data["beliefs"]}

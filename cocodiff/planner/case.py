@@ -25,11 +25,11 @@ from cocodiff.topology.layout import Segments
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a transformer that decide its memory and time."""
+    """The sizes of a transformer that decide its memory and time, from a model's file or config."""
 
-    name: str
-    heads: int
-    head_dim: int
+    name: str  # name of the model, for messages
+    heads: int  # number of attention heads
+    head_dim: int  # channels of a head
     joint_layers: int  # layers with attention over image and text tokens, then an MLP (double blocks)
     parameters: int  # elements of all weights
     parallel_layers: int = 0  # layers with the MLP beside the attention (FLUX's single blocks)
@@ -58,11 +58,16 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """The channels of a token."""
+        """The number of channels of a token."""
         return self.heads * self.head_dim
 
     def image_tokens(self, side: int) -> int:
-        """Return the tokens of a square image of `side` pixels. Raise UserError for sides that patches do not fill."""
+        """Return the number of tokens of a square image. Raise UserError if its side cannot be divided into whole
+        patches.
+
+        Args:
+            side: pixels of the image's side.
+        """
         a_side, rest = divmod(side, self.pixels_per_token)
         if rest or side < 1:
             lower, step = max(1, a_side) * self.pixels_per_token, self.pixels_per_token
@@ -73,8 +78,11 @@ class ModelShape:
         return a_side**2
 
     def video_tokens(self, video: Video) -> int:
-        """Return the tokens of a video. The VAE must be known. Raise UserError for frames and sides that patches do not
-        fill."""
+        """Return the number of tokens of a video. Raise UserError if its frames or sides cannot be divided into whole
+        patches.
+
+        The sizes of the model's VAE must be known.
+        """
         assert self.vae is not None, "what a latent frame is"
         each, side = self.vae.frames, self.pixels_per_token * self.vae.factor // VAE_FACTOR
         sides = ("height", video.height, side, 0), ("width", video.width, side, 0)
@@ -85,13 +93,24 @@ class ModelShape:
         return (1 + video.frames // each) * (video.height // side) * (video.width // side)
 
     def segments(self, side: int) -> Segments:
-        """Return the segments of joint attention: a square image of `side` pixels, the longest prompt. Raise as
-        `image_tokens`."""
+        """Return the text and image segments of joint attention, for a square image and the longest prompt.
+
+        Raise UserError if the image's side cannot be divided into whole patches.
+
+        Args:
+            side: pixels of the image's side.
+        """
         return image_and_text(self.image_tokens(side), self.text_tokens)
 
 
 def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) -> ModelShape:
-    """Return the shape of a family's transformer from its config. parameters: elements of its weights."""
+    """Return the sizes of a transformer from its diffusers config.
+
+    Args:
+        family: the model family that the config belongs to.
+        config: the transformer's config.
+        parameters: number of elements of its weights.
+    """
     mlp_ratio = config.get("mlp_ratio", 4.0)
     if "ffn_dim" in config:
         mlp_ratio = config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"])
@@ -109,10 +128,14 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
 
 
 def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int, int]:
-    """Return the numbers of joint, parallel and image layers that keep tensors between calls.
+    """Return the numbers of joint, parallel and image layers that keep tensors between calls, for a codec, V-Major or
+    displacement.
 
-    They are the first `state_layers` layers that a model calls (None: all). Its first blocks, the dual ones, have a
-    joint and an image layer each.
+    They are the first layers that a model calls. Its first blocks, the dual ones, have a joint and an image layer each.
+
+    Args:
+        shape: the sizes of the model.
+        state_layers: the setting `state_layers`, the number of such layers; None for all.
     """
     left = shape.joint_layers + shape.parallel_layers + shape.image_layers if state_layers is None else state_layers
     image = min(shape.image_layers, left // 2)
@@ -122,27 +145,31 @@ def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int,
 
 @dataclass(frozen=True)
 class Case:
-    """A batch on ranks that share its sequence; or on all ranks of a job, until these are divided."""
+    """A batch of a model's images or a video with some settings, on the ranks that share its sequence; or on all ranks
+    of a job, until these are divided."""
 
-    shape: ModelShape
-    topology: Topology
-    config: Config
+    shape: ModelShape  # sizes of the model
+    topology: Topology  # the ranks
+    config: Config  # the engine's settings
     segments: Segments  # tokens of one call of the model
-    batch: int = 1  # rows of one call
+    batch: int = 1  # batch rows of one call
     itemsize: int = 2  # bytes of an element
-    branches: int = 1  # calls in a step
-    steps: int = 50
-    negative: Segments | None = None  # tokens of the last call of a step, if they differ
+    branches: int = 1  # calls of the model in a step: 2 if guidance calls it twice
+    steps: int = 50  # denoising steps
+    negative: Segments | None = None  # tokens of the last call of a step (of the negative prompt), if they differ
     stable: float = 0.7  # the fraction of tokens that V-Major does not send, if a threshold decides
-    decisions: tuple[Decisions, ...] = ()  # recorded runs of `arrival: adaptive`; default: the shipped ones
-    one_peer: bool = False  # True if groups exchange with one peer at a time
-    known_mesh: Mesh | None = None  # default: the one that the engine chooses
-    job: tuple[int, int] = (1, 1)  # ranks and nodes of the whole job
+    decisions: tuple[Decisions, ...] = ()  # recorded runs of `arrival: adaptive`; (): the shipped ones
+    one_peer: bool = False  # True if a rank exchanges with one other rank at a time
+    known_mesh: Mesh | None = None  # the mesh of Ulysses and Ring; None: the one that the engine chooses
+    job: tuple[int, int] = (1, 1)  # (ranks, nodes) of the whole job
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of Ulysses and Ring. Raises UserError if ranks and heads do not allow the ring, or if `chunks: auto`
-        or `exchange: auto` has no measured table."""
+        """The division of the ranks into Ulysses groups and rings.
+
+        Raises UserError if ranks and heads do not allow the ring, or if `chunks: auto` or `exchange: auto` has no
+        measured table.
+        """
         work = AttentionWork(self.shape.heads, self.shape.head_dim)
         mesh = self.known_mesh or mesh_of(self.config, self.topology, work)
         for group in mesh.parts:
@@ -153,32 +180,35 @@ class Case:
 
     @property
     def work(self) -> AttentionWork:
-        """One call of joint attention."""
+        """The sizes of one attention call over image and text tokens."""
         return AttentionWork(self.shape.heads, self.shape.head_dim, self.segments, self.batch, self.itemsize)
 
     @property
     def image_only(self) -> Segments:
-        """The segments of the image alone."""
+        """The image's segments without the text's, for layers that attend to the image alone; () if none is named
+        so."""
         return tuple(segment for segment in self.segments if segment.name == IMAGE)
 
     @property
     def tile(self) -> int | None:
-        """The bytes of memory that a rank has; None if the machine file does not say."""
+        """The bytes of memory that each rank's tile has; None if the machine file does not say."""
         return self.topology.machine.device.memory
 
     @property
     def latencies(self) -> Latencies:
-        """The machine's latencies."""
+        """The latencies of the machine's links and kernels, in seconds."""
         return Latencies.of(self.topology.machine)
 
     @property
     def guides(self) -> bool:
-        """True with guidance: two calls in a step, or two halves of one call's rows."""
+        """True if the model runs with classifier-free guidance: as two calls in a step, or as two halves of one call's
+        rows."""
         return self.branches == 2 or self.shape.rows_per_image == 2
 
     @property
     def calls(self) -> list[Case]:
-        """The calls of a step. Calls that cost the same are one case with several branches."""
+        """The calls of the model in one step, as cases. Calls that cost the same are one case with several
+        `branches`."""
         if self.negative is None or self.branches == 1:
             return [self]
         last = replace(self, branches=1, segments=self.negative, negative=None)
@@ -186,21 +216,29 @@ class Case:
 
     @property
     def alike(self) -> Hashable:
-        """A key that is equal for cases of equal cost: equal work on ranks that are arranged in the same way. On
-        several nodes these begin at the same tile of the first one, and share NICs in the same way too."""
+        """A hashable key that is equal for cases of equal cost: equal work, on ranks that are arranged in the same way.
+
+        Ranks with equal keys that are on several nodes also begin at the same tile of their first node, and so share
+        NICs in the same way.
+        """
         others = (getattr(self, field.name) for field in fields(self) if field.name != "topology")
         return *others, self.topology.machine, self.topology.relative_places
 
     def tokens(self, name: str) -> int:
-        """Return the number of tokens in the segments called `name`."""
+        """Return the number of tokens in all segments with a name, such as "image"."""
         return sum(segment.tokens for segment in self.segments if segment.name == name)
 
     def with_settings(self, **settings: Any) -> Case:
-        """Return the case with some settings changed."""
+        """Return a copy of the case with some of the engine's settings changed."""
         return replace(self, config=self.config.with_(**settings))
 
     def of_branch(self, branch: int) -> Case:
-        """Return the case of the ranks that compute only one branch of guidance."""
+        """Return the case of ranks that compute only one branch of classifier-free guidance: half of the calls, or half
+        of each call's rows.
+
+        Args:
+            branch: index of the branch; 1 is the last call of a step.
+        """
         if self.branches == 2:
             segments = self.negative if branch and self.negative else self.segments
             return replace(self, branches=1, segments=segments, negative=None)

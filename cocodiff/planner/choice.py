@@ -35,15 +35,19 @@ SAME = 1.001  # times whose ratio is less are taken as equal
 
 
 def untimed(machine: Machine) -> str | None:
-    """Return the reason why a machine has no predicted times, or None if it has."""
+    """Return a sentence that says why no times can be predicted for a machine; None if they can."""
     lacking = machine.missing_rates
     return f"machine {machine.name} does not say how fast {' and '.join(lacking)} are: no times" if lacking else None
 
 
 def parts_of(case: Case, partition: Partition) -> list[list[Case]]:
-    """Return the cases of every replica's guidance branches, with `weights: auto` and `codec: auto` decided.
+    """Divide a case among replicas and guidance branches. Return the cases of the parts, by replica, then by branch.
 
-    Raise UserError if the partition does not divide the ranks.
+    `weights: auto` and `codec: auto` are decided in them. Raise UserError if the partition does not divide the ranks.
+
+    Args:
+        case: the case on all ranks of the job.
+        partition: the numbers of replicas and of guidance branches.
     """
     if case.config.weights == "auto":
         case = with_weights_chosen(case, partition)
@@ -63,12 +67,16 @@ NEAR = 1.01  # settings that keep more are taken if they are slower by at most t
 
 @lru_cache
 def with_weights_chosen(case: Case, partition: Partition) -> Case:
-    """Return the case with `weights: auto` decided.
+    """Decide `weights: auto` for a job. Return the case with the settings that stand for it.
 
     Weights are whole if everything fits a tile, else as few blocks are shared as make it fit. If that does not suffice,
     or is slower, codecs keep one value of a tensor (predictor last), and of only as many layers as fit. The fastest by
     prediction is taken; without times or with lossy settings, the first of these that fits. If none fits, the last is
     returned.
+
+    Args:
+        case: the case on all ranks of the job.
+        partition: the division of these ranks.
     """
     machine, config, blocks = case.topology.machine, case.config, len(block_parameters(case.shape))
     memory = (machine.device.memory or 0) - MARGIN
@@ -104,7 +112,12 @@ def with_weights_chosen(case: Case, partition: Partition) -> Case:
 
 
 def shared_weights(config: Config) -> list[str]:
-    """Return a line that says what `weights: auto` became; none if all weights are whole."""
+    """Return the line for the user that says what `weights: auto` became, in a list; an empty list if all weights are
+    whole.
+
+    Args:
+        config: the settings with `weights` decided.
+    """
     if config.split is None:
         return []
     blocks = "all" if config.split_layers is None else config.split_layers
@@ -117,10 +130,15 @@ def shared_weights(config: Config) -> list[str]:
 
 
 def outputs_of(case: Case, partition: Partition) -> tuple[float, dict[str, float]]:
-    """Return the seconds per step, and the bytes of a replica by link class, of the exchange of outputs between
-    guidance branches.
+    """Predict the exchange of outputs between guidance branches: return (seconds per step, bytes of a replica by link
+    class).
 
-    Each rank sends its partner its branch's whole output, [B, image tokens, OUTPUT_CHANNELS].
+    Each rank sends its partner its branch's whole output, [B, image tokens, OUTPUT_CHANNELS]. Both are zero if branches
+    are not on ranks of their own.
+
+    Args:
+        case: the case on all ranks of the job.
+        partition: the division of these ranks.
     """
     if partition.guidance == 1:
         return 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
@@ -136,20 +154,21 @@ def outputs_of(case: Case, partition: Partition) -> tuple[float, dict[str, float
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """The ranks of a job as a partition divides them, with the predicted costs.
+    """A job on its ranks as one partition divides them, with the predicted memory, bytes and seconds.
 
     Raises UserError if ranks, heads, tokens or settings do not allow the partition, and if no link connects the ranks
     of a part.
     """
 
-    partition: Partition
+    partition: Partition  # the numbers of replicas and of guidance branches
     cases: Sequence[Case]  # one for each preset, each on all ranks; their times add up
     images: int = 1  # number of images of a preset
     batches: int = 1  # calls of the pipeline that make the images
 
     @cached_property
     def parts(self) -> list[list[list[Case]]]:
-        """The cases by preset, replica and guidance branch. Cases of equal cost are one object."""
+        """The cases of all ranks that share a sequence, by preset, replica and guidance branch. Cases of equal cost are
+        one object."""
         known, divided = dict[Hashable, Case](), (parts_of(case, self.partition) for case in self.cases)
         return [
             [[known.setdefault(part.alike, part) for part in of_replica] for of_replica in of_case]
@@ -158,17 +177,18 @@ class Division:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the first ranks that share a sequence."""
+        """The Ulysses groups and rings of the first ranks that share a sequence."""
         return self.parts[0][0][0].mesh
 
     @cached_property
     def need(self) -> RankMemory:
-        """The memory of the fullest rank."""
+        """The memory that the fullest rank of the job needs, in any preset."""
         return max(map(fullest, {*chain(*chain(*self.parts))}), key=lambda need: need.total)
 
     @cached_property
     def steps(self) -> list[StepPlan]:
-        """The mean step of each preset, of the slowest replica, with the bytes of all its ranks."""
+        """The predicted costs of a mean step, by preset: the time of the slowest replica, and the bytes of all its
+        ranks."""
         plan, found = cache(plan_step), []
         for case, of_replicas in zip(self.cases, self.parts, strict=True):
             plans = [[plan(part) for part in of_replica] for of_replica in of_replicas]
@@ -180,7 +200,7 @@ class Division:
         return found
 
     def check_same_bits(self) -> None:
-        """Raise UserError if an image's last bits would depend on the replica that makes it."""
+        """Raise UserError if the last bits of an image would depend on the replica that makes it."""
         for case, of_replicas in zip(self.cases, self.parts, strict=True):
             seats = {tuple(part.topology.relative_places for part in parts) for parts in of_replicas}
             ring, config = any(part.mesh.ring > 1 for part in chain(*of_replicas)), case.config
@@ -194,52 +214,53 @@ class Division:
 
     @property
     def image_s(self) -> float:
-        """The seconds of one batch in all presets, denoising alone."""
+        """The predicted seconds of denoising one batch in each preset, summed over presets."""
         return sum(step.image_s for step in self.steps)
 
     @property
     def bytes_per_image(self) -> dict[str, float]:
-        """The bytes of one batch in all presets, by link class."""
+        """The predicted bytes that a replica's ranks send for one batch, by link class, summed over presets."""
         return total(step.of_image(step.bytes) for step in self.steps)
 
     @property
     def output_bytes_per_image(self) -> dict[str, float]:
-        """The bytes of one batch in all presets that guidance branches exchange, by link class."""
+        """The predicted bytes that guidance branches exchange for one batch, by link class, summed over presets."""
         return total(step.of_image(step.outputs) for step in self.steps)
 
     @property
     def first_s(self) -> float:
-        """The seconds that a replica's first batch takes beyond later ones: a step of each preset, or 0.
+        """The seconds that a replica's first batch takes longer than later ones: one step of each preset, or 0.
 
-        It is a step if two parts of the ranks take guidance's branches as calls in turn. In the first step both parts
-        compute both branches, to learn how many calls a step has.
+        It is a step if two parts of the ranks compute guidance's two calls of the model, one each. In the first step
+        both parts compute both calls, to learn how many calls a step has.
         """
         in_turn = self.partition.guidance > 1 and self.cases[0].branches > 1
         return sum(step.step_s for step in self.steps if in_turn)
 
     @property
     def fits(self) -> bool | None:
-        """True if the fullest rank's needs fit a tile; None if its memory is not known."""
+        """True if the needs of the fullest rank fit its tile; None if the tile's memory is not known."""
         tile = self.cases[0].tile
         return None if tile is None else misfit(self.need, tile) is None
 
     @property
     def rounds(self) -> int:
-        """The largest number of batches that a replica makes."""
+        """The largest number of batches that one replica makes."""
         return ceil(self.batches / self.partition.replicas)
 
     @property
     def job_s(self) -> float:
-        """The seconds of the whole job, denoising alone."""
+        """The predicted seconds of denoising in the whole job, on the replica that makes most batches."""
         return self.rounds * self.image_s + self.first_s
 
     @property
     def images_per_hour(self) -> float:
-        """The images per hour of the whole job."""
+        """The number of images that the whole job makes in an hour, by the predicted time of denoising."""
         return self.images * 3600 / self.job_s
 
     def __str__(self) -> str:
-        """Return for instance "4 replicas of 24 ranks, each guidance branch on 12 of them (Ulysses 12)"."""
+        """Return the division in words, such as "4 replicas of 24 ranks, each guidance branch on 12 of them (Ulysses
+        12)"."""
         ranks, count = self.mesh.topology.size, self.partition.replicas
         all_ranks = ranks * self.partition.guidance
         told = f"{count} replica{'s' * (count > 1)} of {all_ranks} rank{'s' * (all_ranks > 1)}"
@@ -251,16 +272,16 @@ class Division:
 
 @dataclass(frozen=True)
 class Choice:
-    """The partition that was chosen for a job, and the others."""
+    """The partition that was chosen for a job, and the others that were compared with it."""
 
-    taken: Division  # the chosen one; it does not fit the memory if none does
-    following: Division | None  # the next best one; None if there is no other, or no times
-    listed: list[Division]  # all possible ones, in the order of `partitions_of`
-    refused: dict[Partition, UserError]  # the reasons why others are impossible
+    taken: Division  # the chosen division of the ranks; it does not fit the memory if none does
+    following: Division | None  # the next best division; None if there is no other, or no times
+    listed: list[Division]  # all possible divisions, in the order of `partitions_of`
+    refused: dict[Partition, UserError]  # the impossible partitions, with the error that says why
 
     @property
     def machine(self) -> Machine:
-        """The machine of the job."""
+        """The machine that the job runs on."""
         return self.taken.mesh.topology.machine
 
     @property
@@ -269,12 +290,13 @@ class Choice:
         return untimed(self.machine)
 
     def check_fits(self) -> None:
-        """Raise UserError if no partition fits the memory of a rank."""
+        """Raise UserError if no partition fits the memory of a rank. The message has the needs of the chosen one."""
         least = f"the partition that needs least, {self.taken}" if len(self.listed) > 1 else f"{self.taken}"
         check_fits(self.taken.need, self.taken.cases[0].tile, f"the fullest rank in {least}")
 
     def line(self) -> str:
-        """Return a line with the chosen partition, the reason, and the predicted time of the next best one."""
+        """Return a line for the user with the chosen partition, why it was chosen, and the predicted time of the next
+        best one."""
         taken, following, machine = self.taken, self.following, self.machine.name
         told = f"ranks divided into {taken}"
         if len(self.listed) == 1:
@@ -293,7 +315,7 @@ class Choice:
 
 
 def _seconds(one: Division) -> str:
-    """Return a partition's predicted seconds of the job as text."""
+    """Return the predicted seconds of the job under a partition as text, such as "12.3 s"."""
     seconds = one.job_s
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
@@ -306,16 +328,18 @@ def choose(
     guidance: int | None = None,
     least: int = 1,
 ) -> Choice:
-    """Choose the partition of a job. If the machine gives no rates, replicas come first, up to one for each batch, then
-    guidance.
+    """Choose the partition of a job's ranks: of those that fit the memory, the one with the least predicted time.
 
-    Raise UserError if no partition is possible.
+    If the machine gives no rates, replicas come first, up to one for each batch, then guidance. Raise UserError if no
+    partition is possible.
 
     Args:
-        cases: of one model on all ranks, one for each preset; their times add up
-        images: number of images of a preset
-        batches: number of calls of the pipeline that make them
-        replicas, guidance, least: as in `partitions_of`
+        cases: one model's case on all ranks for each preset; their times add up.
+        images: number of images of a preset.
+        batches: number of calls of the pipeline that make these images.
+        replicas: the number of replicas; None to try all.
+        guidance: the number of guidance branches that are computed apart; None to try 1 and 2.
+        least: least number of ranks that share a sequence.
     """
     topology, guides = cases[0].topology, any(case.guides for case in cases)
     refused: dict[Partition, UserError] = {}
@@ -343,7 +367,11 @@ def choose(
 
 
 def by_rule(sized: Sequence[Division]) -> Division:
-    """Return the partition with most replicas, as long as each has a batch to make; of these, one with guidance
-    divided."""
+    """Return the division to take if no times can be predicted: most replicas, as long as each has a batch to make; of
+    these, guidance divided.
+
+    Args:
+        sized: the possible divisions of one job.
+    """
     most = max(sized[0].batches, min(one.partition.replicas for one in sized))
     return max((one for one in sized if one.partition.replicas <= most), key=lambda one: one.partition)

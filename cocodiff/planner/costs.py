@@ -35,7 +35,7 @@ LAUNCHES_TO_CHOOSE = {("source", "prev"): 6, ("source", "sent"): 6, ("card", "pr
 
 
 class CallKind(NamedTuple):
-    """A kind of attention calls that cost the same."""
+    """A kind of attention calls that cost the same: by the codec's state, and by the tensors that are displaced."""
 
     whole: bool = False  # True for a run's first calls, without a prediction: tensors whole, or coded in most bits
     stable: float = 0.0  # the fraction of tokens that are not sent
@@ -48,59 +48,102 @@ WHOLE, CODED = CallKind(whole=True), CallKind()
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one codec with the engine's settings. Functions that take a rank's `codec` are for benchmarks."""
+    """The costs of one codec with the engine's settings. This base class is for codecs that send whole tensors and keep
+    nothing.
+
+    Functions that take a rank's `codec` are for benchmarks.
+    """
 
     settings: Config  # the engine's settings
     steps_to_settle: ClassVar[int] = 0  # coded calls after a whole one until all further calls cost the same
 
     def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
-        """Return the bytes on the wire of one token for one head, of each of q, k, v and the output."""
+        """Return the bytes on the wire of one token for one head, for each of q, k, v and the output.
+
+        Args:
+            head_dim: channels of a head.
+            itemsize: bytes of an element.
+            kind: the kind of attention call.
+        """
         return head_dim * itemsize
 
     def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """Return the number of rows that every rank of a group sends, of each of q, k and v."""
+        """Return the number of rows that each rank of a Ulysses group sends of each of q, k and v, by rank.
+
+        Args:
+            topology: the ranks of the group.
+            layout: the tokens and heads of each rank in the call.
+            kind: the kind of attention call.
+        """
         return layout.rows
 
     def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """Return the bytes that every rank of a group additionally sends each other rank in a call, for one batch
-        row."""
+        """Return the bytes that each rank of a Ulysses group sends every other rank in a call besides tensors, for one
+        batch row, by rank.
+
+        Args:
+            topology: the ranks of the group.
+            layout: the tokens and heads of each rank in the call.
+            kind: the kind of attention call.
+        """
         return [0.0] * topology.size
 
     def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
-        """Return the launches, gathers of all ranks, and waits of the host for the device, before v is sent.
+        """Count what a call does before v is sent, to choose its rows. Return (kernel launches, gathers of all ranks,
+        waits of the host for the device).
 
-        tiles: number of tiles of a card.
+        Args:
+            kind: the kind of attention call.
+            tiles: number of tiles of a card.
         """
         return 0, 0, 0
 
     def agrees(self) -> bool:
-        """Return True if ranks gather decisions in each coded call of the model, which waits for them."""
+        """Return True if ranks gather decisions, once in each call of the model whose tensors are coded, and wait for
+        them."""
         return False
 
     def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
-        """Return, for every step, the kinds of its calls with the part of the calls that each has."""
+        """Return, for every step, the share of its attention calls that is of each kind.
+
+        Args:
+            case: the run, with its number of steps.
+        """
         return [{WHOLE: 1.0}] * case.steps
 
     def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
-        """Return the bytes that one layer keeps on every rank of a group, including what is in flight between its
-        calls.
+        """Return the bytes that one layer keeps between calls on each rank of a Ulysses group, including what is in
+        flight between them.
 
-        Keys are fields of `RankMemory`. work: one call. A single rank keeps nothing.
+        Each rank's mapping has fields of `RankMemory` as keys. It is only asked for groups of several ranks.
+
+        Args:
+            topology: the ranks of the group.
+            layout: the tokens and heads of each rank in the call.
+            work: the sizes of one attention call.
         """
         return [{} for _ in range(topology.size)]
 
     @staticmethod
     def hold_at(codec: Any, kind: CallKind) -> None:
-        """Make every call of a codec one of this kind, as far as possible. A call that follows no other is always
-        whole."""
+        """Make every later call of a codec one of the given kind, as far as possible, so that a benchmark can time it.
+
+        A call that follows no other is always whole.
+
+        Args:
+            codec: a rank's codec, which is changed.
+            kind: the kind of attention calls.
+        """
 
     @staticmethod
     def agree(codec: Any) -> None:
-        """Wait for the decisions that `begin_step` has ranks gather. The next call would wait for them anyway."""
+        """Wait for the decisions that a codec's ranks gather from `begin_step` on. The next call would wait for them
+        anyway; benchmarks time them apart."""
 
     @staticmethod
     def catch_up(codec: Any) -> None:
-        """Receive what calls have sent and did not wait for."""
+        """Receive what calls of a codec have sent without waiting for it. Benchmarks call it at the end of a
+        measurement."""
 
 
 def costs_of(config: Config) -> Costs:
@@ -114,8 +157,10 @@ class VMajorCosts(Costs):
     """The costs of V-Major (CoCoDiff section III-D)."""
 
     def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """Return the rows that every rank sends. Of the rows that may stay on a card, the stable fraction does, in
-        whole tokens."""
+        """Return the number of rows that each rank of a Ulysses group sends of each of q, k and v, by rank.
+
+        Of the rows of a card that may stay unsent, the stable fraction does, in whole tokens.
+        """
         if kind.whole:
             return layout.rows
         found = [float(rows) for rows in layout.rows]
@@ -126,9 +171,10 @@ class VMajorCosts(Costs):
         return found
 
     def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """Return the bytes that every rank additionally sends: scores of its rows, and with a threshold their norms.
+        """Return the bytes that each rank sends every other rank besides tensors: scores of its rows, and with a
+        threshold their norms.
 
-        With scoring by card the first tile sends its choice, a byte for each of the card's rows.
+        With scoring by card the first tile sends its choice instead, a byte for each of the card's rows.
         """
         if kind.whole:
             return super().gathered(topology, layout, kind)
@@ -141,11 +187,15 @@ class VMajorCosts(Costs):
         ]
 
     def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
+        """Count what a call does before v is sent, to choose its rows: (kernel launches, gathers of all ranks, waits of
+        the host). Whole calls choose nothing."""
         counted = tiles == 1 and self.settings.schedule != "threshold"  # see `Selection.build`
         launches = LAUNCHES_TO_CHOOSE[self.settings.scoring, self.settings.reference]
         return (0, 0, 0) if kind.whole else (launches, 1, 0 if counted else 1)
 
     def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
+        """Return, for every step, its kind of attention calls with the share 1: whole, or with the schedule's fraction
+        of tokens unsent."""
         schedule, found = Schedule.of(self.settings), []
         for step in range(case.steps):
             part = schedule.stable_fraction(step, case.steps)
@@ -154,11 +204,11 @@ class VMajorCosts(Costs):
         return found
 
     def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
-        """Return the bytes that a layer keeps, exactly.
+        """Return the bytes that one layer keeps between calls on each rank of a Ulysses group, exactly.
 
-        Received: all tokens for the rank's own heads. Reference: v at the scored rows. With scoring by source these are
-        the rank's image tokens with all heads; by card, on the card's first tile, the card's image tokens with the
-        heads of that tile's plane.
+        A cache has all received tokens for the rank's own heads, of q, k and v. The reference has v at the scored rows.
+        With scoring by source these are the rank's image tokens with all heads; by card, on the card's first tile, the
+        card's image tokens with the heads of that tile's plane.
         """
         found: list[Mapping[str, int]] = []
         for rank, heads in enumerate(layout.heads):
@@ -178,6 +228,7 @@ class VMajorCosts(Costs):
 
     @staticmethod
     def hold_at(codec: VMajor, kind: CallKind) -> None:
+        """Make every later call of the codec whole, or one that leaves a fixed fraction of tokens unsent."""
         codec.schedule = codec.schedule.held_at(None if kind.whole else kind.stable)
 
 
@@ -190,16 +241,20 @@ class ResidualCosts(Costs):
     steps_to_settle = 2  # in these there is no linear prediction, no comparison with it, and nothing in flight
 
     def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        """Return the bytes on the wire of one token for one head, for each of q, k, v and the output. For the lossless
+        codec it is what a typical run sends."""
         if self.settings.codec == "lossless":
             whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
             return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
         return width_of(head_dim, itemsize, bits_of(self.settings.codec, kind.whole, kind.fine))
 
     def agrees(self) -> bool:
+        """Return True if ranks gather decisions, once in each call of the model whose tensors are coded: with a codec,
+        and with `arrival: adaptive`."""
         return bool(self.settings.codec != "none" or self.settings.arrival == "adaptive")
 
     def kinds_of_steps(self, case: Case) -> list[dict[CallKind, float]]:
-        """Return, for every step, the kinds of its calls with the part of the calls that each has.
+        """Return, for every step, the share of its attention calls that is of each kind.
 
         The first step is whole, the last ones are fine. Displaced tensors of the other steps are taken from a recorded
         run with `arrival: adaptive`; with `displaced` they are all tensors.
@@ -214,8 +269,8 @@ class ResidualCosts(Costs):
         return found
 
     def state_bytes(self, topology: Topology, layout: Layout, work: AttentionWork) -> list[Mapping[str, int]]:
-        """Return the bytes that a layer keeps, exactly: the tensors of `kept_cells`, and with displacement what is in
-        flight.
+        """Return the bytes that one layer keeps between calls on each rank of a Ulysses group, exactly: the tensors of
+        `kept_cells`, and with displacement what is in flight.
 
         In flight, in the width of the wire, are a call's sent tensors until they have left, and received ones until the
         next call takes them.
@@ -231,6 +286,7 @@ class ResidualCosts(Costs):
 
     @staticmethod
     def hold_at(codec: Lossless | Residual | Displaced, kind: CallKind) -> None:
+        """Make every later call of the codec one of the given kind: whole, fine, or with fixed tensors displaced."""
         if isinstance(codec, Displaced):
             codec.fixed_kind = FixedKind(kind.whole, displaced=frozenset(kind.displaced))
         inner = codec.inner if isinstance(codec, Displaced) else codec
@@ -241,24 +297,30 @@ class ResidualCosts(Costs):
 
     @staticmethod
     def agree(codec: Lossless | Residual | Displaced) -> None:
+        """Wait for the decisions that the codec's ranks gather from `begin_step` on, if there are any."""
         if codec.notes is not None:
             codec.notes.hand_out()
 
     @staticmethod
     def catch_up(codec: Lossless | Residual | Displaced) -> None:
+        """Receive what displaced calls have sent without waiting for it."""
         if isinstance(codec, Displaced):
             codec.catch_up()
 
 
 def kept_cells(settings: Config, L: int, S: int, G: int, H: int) -> int:
-    """Return tokens times heads that a rank keeps of q, k, v and the output.
+    """Return how much a rank keeps of one layer's q, k, v and output, as tokens times heads summed over the kept
+    tensors.
 
     With a codec these are the reconstructions of both ends. Without one they are the tensors that the last call
     received, and with `adaptive` the sender's sampled rows.
 
     Args:
-        L, S: rows of the rank and of all ranks
-        G, H: heads of the rank and of all ranks
+        settings: the engine's settings.
+        L: rows (tokens) of the rank.
+        S: rows of all ranks.
+        G: heads of the rank.
+        H: heads of all ranks.
     """
     if settings.codec != "none":
         return len(TENSORS) * values_kept(settings) * (L * H + S * G)

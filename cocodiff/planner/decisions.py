@@ -1,4 +1,4 @@
-"""The decisions of `arrival: adaptive` in a run, taken from a recorded one, since a plan has no tensors to decide by.
+"""Records of what `arrival: adaptive` decided in earlier runs, since a plan has no tensors to decide by.
 
 A file of decisions is YAML with a list `runs`. Each has the settings that decisions depend on (codec, predictor, tau),
 a description of the run (`about`), and `displaced`: for every step a mapping from the tensors that are displaced
@@ -27,13 +27,14 @@ SELDOM = 0.02  # part of a run's calls: rarer sets are planned as a frequent one
 
 @dataclass(frozen=True)
 class Decisions:
-    """The recorded decisions of one run."""
+    """The tensors that `arrival: adaptive` displaced in one recorded run (attention did not wait for them), with the
+    settings of that run."""
 
-    codec: str
-    predictor: str
-    tau: float
+    codec: str  # the setting `codec` of the run
+    predictor: str  # its setting `predictor`
+    tau: float  # its setting `tau`: tensors are displaced below this relative change
     about: str  # a description of the run
-    # for every step, (tensors that are displaced together, part of the calls)
+    # for every step, pairs (tensors that are displaced together, such as "qk", or ""; part of the attention calls)
     displaced: tuple[tuple[tuple[str, float], ...], ...]
 
     @property
@@ -42,31 +43,37 @@ class Decisions:
         return len(self.displaced)
 
     def title(self) -> str:
-        """Return a description of the recorded run."""
+        """Return a line that describes the recorded run: its model, codec, tau and steps."""
         return f"{self.about}: codec {self.codec}, tau {self.tau:g}, {self.steps} steps"
 
     def over(self, steps: int) -> list[Mapping[str, float]]:
-        """Return the decisions for a run of `steps` steps. Each step has those of the recorded step at the same
-        relative position."""
+        """Return the decisions for a run with another number of steps: for every step, the part of the attention calls
+        by displaced tensors.
+
+        Each step has those of the recorded step at the same relative position.
+        """
         last = max(1, steps - 1)
         return [dict(self.displaced[round(step * (self.steps - 1) / last)]) for step in range(steps)]
 
     def distance(self, config: Config, steps: int) -> tuple[float, ...]:
-        """Return the distance of a run's settings from the recorded ones: codec, predictor, tau and steps, most
-        important first."""
+        """Return how far a run's settings are from the recorded ones, as a tuple to sort by: codec, predictor, tau,
+        steps."""
         far_off = abs(math.log(self.tau / config.tau)), abs(math.log(self.steps / steps))
         return float(self.codec != config.codec), float(self.predictor != config.predictor), *far_off
 
     def record(self) -> dict[str, Any]:
-        """Return the entry of a file of decisions."""
+        """Return the mapping that stands for this run in a file of decisions."""
         rows = [{names or NONE: round(part, 4) for names, part in step} for step in self.displaced]
         return {**{name: getattr(self, name) for name in ("codec", "predictor", "tau", "about")}, "displaced": rows}
 
 
 def decisions_of(config: Config, steps: int, given: Sequence[Decisions] = ()) -> Decisions | None:
-    """Return the recorded run that is nearest to a run's settings. None unless `arrival: adaptive`.
+    """Return the recorded run that is nearest to a run's settings; None if these do not have `arrival: adaptive`.
 
-    given: recorded runs to choose from; () for the shipped ones. config: must not have `codec: auto`.
+    Args:
+        config: the run's settings, in which `codec: auto` is decided.
+        steps: number of steps of the run.
+        given: recorded runs to choose from; () for the shipped ones.
     """
     if config.arrival != "adaptive":
         return None
@@ -75,13 +82,16 @@ def decisions_of(config: Config, steps: int, given: Sequence[Decisions] = ()) ->
 
 
 def read_decisions(paths: Sequence[str]) -> tuple[Decisions, ...]:
-    """Return the runs in files of decisions, and in the metrics.json of runs with `arrival: adaptive`. Raise UserError
-    for other files."""
+    """Return the recorded runs in files: in files of decisions, and in the metrics.json of runs with `arrival:
+    adaptive`.
+
+    Raise UserError for other files.
+    """
     return tuple(one for path in paths for one in _read(Path(path)))
 
 
 def _read(path: Path) -> tuple[Decisions, ...]:
-    """Return the runs in a file. Raise UserError if it cannot be read or holds something else."""
+    """Return the recorded runs in one file. Raise UserError if it cannot be read or holds something else."""
     document = read_json(path) if path.suffix == ".json" else read_yaml(path)
     try:
         if path.suffix == ".json":
@@ -95,12 +105,17 @@ def _read(path: Path) -> tuple[Decisions, ...]:
 
 
 def as_file(*runs: Decisions) -> str:
-    """Return the text of a file of decisions."""
+    """Return the text of a file of decisions, YAML, with the given runs."""
     return yaml.safe_dump({"runs": [one.record() for one in runs]}, sort_keys=False, default_flow_style=None, width=120)
 
 
 def _decisions(about: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> Decisions:
-    """Return the decisions of one entry of a file. Raise ValueError if the parts of a step do not sum up to 1."""
+    """Build a record from an entry of a file. Raise ValueError if the parts of a step do not sum up to 1.
+
+    Args:
+        about: the entry, with codec, predictor, tau and about.
+        rows: for every step, the part of the calls by displaced tensors, or by "none".
+    """
     displaced = tuple(
         tuple(("" if names == NONE else str(names), float(part)) for names, part in row.items()) for row in rows
     )
@@ -110,7 +125,10 @@ def _decisions(about: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) ->
 
 
 def _of_metrics(document: Mapping[str, Any]) -> tuple[Decisions, ...]:
-    """Return the decisions of every preset of a run that displaced calls, as means over its images."""
+    """Return one record for each preset that displaced tensors, from a run's metrics.json, as means over its images.
+
+    Raise ValueError if there is no such preset, or if one has `codec: auto`.
+    """
     of_presets: dict[str, list[Any]] = {}
     for image in document["images"]:
         if any(set(row.get("displaced_sets", ())) - {""} for row in image.get("drift", ())):
@@ -131,14 +149,19 @@ def _of_metrics(document: Mapping[str, Any]) -> tuple[Decisions, ...]:
 
 
 def _mean(sets: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean part of each set of tensors, over several records of a step."""
+    """Return the mean part of the calls for each set of displaced tensors, over several records of one step."""
     names = sorted({name for one in sets for name in one})
     return {name: sum(one.get(name, 0.0) for one in sets) / len(sets) for name in names}
 
 
 def without_seldom(steps: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """Return the decisions with few sets of tensors. A rare set is counted as the largest frequent one within it, whose
-    calls wait for more."""
+    """Return the decisions of all steps with fewer sets of displaced tensors, so that fewer kinds of calls are planned.
+
+    A rare set is counted as the largest frequent set within it, whose calls wait for more tensors.
+
+    Args:
+        steps: for every step, the part of the attention calls by displaced tensors.
+    """
     total: dict[str, float] = {"": math.inf}
     for step in steps:
         for names, part in step.items():

@@ -42,9 +42,9 @@ LAUNCHES_V, LAUNCHES_QK, LAUNCHES_REST = 1, 4, 4  # of q and k each a product, a
 
 
 class Kind(NamedTuple):
-    """The layers of one call of the model that cost the same."""
+    """The layers of one call of the model that cost the same, such as all joint layers."""
 
-    name: str
+    name: str  # "joint", "parallel" or "image", see `ModelShape`
     layers: int  # number of layers
     coded: int  # number of those that keep tensors; the others' calls are as a run's first
     segments: Segments  # tokens of their attention
@@ -52,8 +52,10 @@ class Kind(NamedTuple):
 
 
 def kinds_of(case: Case) -> list[Kind]:
-    """Return the kinds of layers of a case. A parallel MLP takes as long as one that follows, and waits for no
-    attention."""
+    """Return the kinds of layers that a call of the model has: joint, parallel and image layers.
+
+    A parallel MLP takes as long as one that follows attention, but does not wait for it.
+    """
     shape = case.shape
     joint, parallel, image = coded_layers(shape, case.config.state_layers)
     found = (
@@ -65,14 +67,15 @@ def kinds_of(case: Case) -> list[Kind]:
 
 
 def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
-    """Return `Costs.kinds_of_steps` of a case's codec; on a single rank all calls are whole."""
+    """Return, for every step, the share of its attention calls that is of each kind. On a single rank all calls are
+    whole."""
     alone = case.topology.size == 1
     return [{WHOLE: 1.0}] * case.steps if alone else costs_of(case.config).kinds_of_steps(case)
 
 
 def sampled_kinds(case: Case) -> list[CallKind]:
-    """Return the kinds of calls that are planned. Of many stable fractions SAMPLES are planned, and others
-    interpolated."""
+    """Return the kinds of attention calls that are planned, for a run. If there are many stable fractions, only SAMPLES
+    are planned, and others are interpolated."""
     kinds = {kind for step in kinds_of_steps(case) for kind in step}
     if len({kind.stable for kind in kinds if not kind.whole}) > len(SAMPLES):
         kinds = {kind for kind in kinds if kind.whole} | {CallKind(stable=part) for part in SAMPLES}
@@ -80,8 +83,13 @@ def sampled_kinds(case: Case) -> list[CallKind]:
 
 
 def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
-    """Return a quantity for one kind of calls, from its values for some kinds, by interpolation in the stable
-    fraction."""
+    """Return a quantity, such as seconds, for one kind of attention calls. If it is not known for this kind,
+    interpolate it in the fraction of tokens that are not sent.
+
+    Args:
+        known: its values for some kinds.
+        kind: the kind that is asked for.
+    """
     if kind in known:
         return known[kind]
     stable, values = zip(*sorted((one.stable, value) for one, value in known.items() if not one.whole), strict=True)
@@ -102,31 +110,39 @@ def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind
 
 
 class Moved(NamedTuple):
-    """A span of a plan."""
+    """A span of time in the plan of a layer, in which a lane (a background thread, or "main") computes, sends or
+    waits."""
 
-    name: str
-    lane: str
+    name: str  # the work that is done, such as "attention"
+    lane: str  # the thread that does it
     start_s: float  # seconds from its layer's start
-    end_s: float
+    end_s: float  # likewise
 
 
 class LayerPlan(NamedTuple):
-    """The predicted cost of a layer in calls of one kind, on the rank that computes longest."""
+    """The predicted cost of one layer in attention calls of one kind, on the rank that computes longest."""
 
     seconds: float  # until the next layer begins
     compute_s: float  # seconds that the rank computes
     spans: list[Moved]  # of the main thread and the lanes
-    bytes: dict[str, float]  # of all ranks, by link class
+    bytes: dict[str, float]  # bytes that all ranks send, by link class
 
 
 class Sent:
-    """The messages of a layer in calls of one kind."""
+    """The messages of one layer in attention calls of one kind, on all ranks."""
 
     forward: Sequence[Hop] = ()  # the hops of each of q, k and v
     back: Sequence[Hop] = ()  # the hops of the output
     stages: Seconds | None = None  # seconds of attention together with its messages, if these go in chunks
 
     def __init__(self, case: Case, kind: Kind, call: CallKind) -> None:
+        """Compute the messages from the settings: of the exchange's stages, of rings, and of what ranks gather.
+
+        Args:
+            case: the run.
+            kind: the layer.
+            call: the kind of attention calls.
+        """
         mesh, config, costs, latencies = case.mesh, case.config, costs_of(case.config), case.latencies
         layouts = mesh.layouts(kind.segments, case.shape.heads)
         self.width = costs.sent_bytes(case.shape.head_dim, case.itemsize, call)  # bytes of one token for one head
@@ -159,7 +175,7 @@ class Sent:
 
     @property
     def bytes(self) -> dict[str, float]:
-        """The bytes of all ranks by link class."""
+        """The bytes that all ranks send in the layer, by link class."""
         return {link: sum(often * one.bytes[link] for often, one in self.messages) for link in LINK_CLASSES}
 
     @property
@@ -169,25 +185,33 @@ class Sent:
 
 
 class PlannedLayer:
-    """One rank's layer, whose computations take the seconds of a roofline."""
+    """One rank's layer as a simulation runs it: in place of each computation, its seconds by the roofline model are
+    passed on."""
 
     def __init__(
         self, case: Case, kind: Kind, layout: Layout, slot: int, compute: Callable[[float, int], None], x_BLHD: Tensor
     ) -> None:
-        """Compute the layer's seconds.
+        """Compute the seconds of the layer's parts.
 
         Args:
-            layout: of the rank's Ulysses group
-            slot: index of the rank in that group
-            compute: called with seconds and launches before each computation
-            x_BLHD: stands for q, k and v
+            case: the run.
+            kind: the layer.
+            layout: the tokens and heads of the rank's Ulysses group.
+            slot: index of the rank in that group.
+            compute: function called in place of each computation, with its seconds and its number of launches.
+            x_BLHD: tensor that stands for q, k and v.
         """
         self.kind, self.layout, self.slot = kind, layout, slot
         self._heads, self._compute, self._x_BLHD = case.shape.heads, compute, x_BLHD
         self.times: Layer = roofline(case.shape, case.topology, sum(layout.rows), case.batch, slot, layout)
 
     def run(self, strategy: Ulysses | PlannedCall, layer_key: LayerKey) -> None:
-        """Run the layer with a strategy, or with the plan in its place."""
+        """Run the layer once: its projections, its attention by the given strategy, and the rest.
+
+        Args:
+            strategy: a real strategy, whose messages a benchmark then times, or the simulation in its place.
+            layer_key: the name of the attention layer.
+        """
         half = partial(self._projected, self.times.project_qk / 2, LAUNCHES_QK // 2)
         v = partial(self._projected, self.times.project_v, LAUNCHES_V)
         meanwhile = self._rest if self.kind.beside else nothing
@@ -196,10 +220,12 @@ class PlannedLayer:
             self._rest()
 
     def _projected(self, seconds: float, launches: int) -> Tensor:
+        """Account for the projection of q, k or v, and return the tensor that stands for it."""
         self._compute(seconds, launches)
         return self._x_BLHD
 
     def _rest(self) -> None:
+        """Account for the output projection and the MLP."""
         self._compute(self.times.rest, LAUNCHES_REST)
 
 
@@ -211,6 +237,14 @@ class PlannedCall:
     """
 
     def __init__(self, case: Case, kind: Kind, call: CallKind, sent: Sent) -> None:
+        """Choose the rank that has most to compute, whose time line is simulated.
+
+        Args:
+            case: the run.
+            kind: the layer.
+            call: the kind of attention calls.
+            sent: the messages of the layer in such calls.
+        """
         self.layer, self.spans, self.at, self.compute_s = kind.name, list[Moved](), 0.0, 0.0
         self._case, self._call, self._latencies = case, call, case.latencies
         self._free, self._arrived = dict[str, float](), dict[str, float]()
@@ -229,8 +263,11 @@ class PlannedCall:
         self._coded = bool(coded and self._sent.forward)
 
     def run(self) -> LayerPlan:
-        """Return the plan of the last of several layers. If calls do not wait for what they send, those before have
-        filled the lanes."""
+        """Simulate the layer, and return its predicted cost.
+
+        If calls do not wait for what they send, SITES layers are run, so that the lanes are as busy as in the middle of
+        a model. The last one is returned.
+        """
         began = before = computed = 0.0
         for _ in range(SITES if self._call.displaced else 1):
             began, before, computed = self.at, self._lanes_end, self.compute_s
@@ -244,11 +281,12 @@ class PlannedCall:
 
     @property
     def _lanes_end(self) -> float:
-        """The seconds at which all lanes are free."""
+        """The time, in seconds of the simulation, at which all lanes are free."""
         return max(self._free.values(), default=0.0)
 
     def attend(self, qkv: LazyQKV, _layer_key: LayerKey) -> Tensor:
-        """Simulate one attention call, as a strategy's `attend`."""
+        """Simulate one attention call. Layers call it in place of a strategy's `attend`, so the arguments are the
+        same."""
         times, in_stages = self._layer.times, self._sent.stages
         load(ORDERS, self._case.config.order)(qkv, self, self)
         self._wait("q", "k", "v")
@@ -267,9 +305,11 @@ class PlannedCall:
         return NO_NUMBERS
 
     def _part(self, by_kernel_s: float) -> tuple[float, int]:
-        """Return seconds and launches of attention to one block of keys with its log-sum-exp, see `attention.sums`.
+        """Return (seconds, launches) of attention to one block of keys that also gives the log-sum-exp, which merging
+        needs (`attention/sums.py`).
 
-        by_kernel_s: the seconds of a fused kernel.
+        Args:
+            by_kernel_s: seconds of a fused kernel for the same attention.
         """
         if self._device.sums_kernel:
             return by_kernel_s, 1
@@ -278,27 +318,38 @@ class PlannedCall:
         return max(by_kernel_s, passes_s), CHUNK_LAUNCHES * math.ceil(scores / CHUNK)
 
     def _compute(self, seconds: float, launches: int) -> None:
-        """Advance the main thread by a computation, which first waits for the share of the messages under way that
-        arithmetic cannot hide."""
+        """Advance the main thread by a computation. It first waits for the share of the messages under way that
+        arithmetic cannot hide.
+
+        Args:
+            seconds: seconds of the computation.
+            launches: number of kernels that it launches.
+        """
         spent = seconds + launches * self._latencies.launch_s
         open_s = (1 - self._device.overlap_share) * max(0.0, self._lanes_end - self.at)
         self.at, self.compute_s = self.at + open_s + spent, self.compute_s + spent
 
     @contextmanager
     def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> Iterator[None]:
-        """Record a span, as a trace does."""
+        """Record a span of the main thread for the time in the block. Orders call it in place of a trace's `span`, so
+        the arguments are the same."""
         began = self.at
         yield
         self.spans.append(Moved(name, lane, began, self.at))
 
     def send(self, **tensors: Tensor) -> dict[str, Any]:
-        """Simulate the sending of tensors, as a transfer's `send`."""
+        """Simulate the sending of tensors, and return them by name. Orders call it in place of a transfer's `send`."""
         if self._sent.stages is None:
             self._travel(*tensors)
         return dict(tensors)
 
     def _travel(self, *names: str) -> None:
-        """Send tensors together: a lane codes and packs them, they take every hop, and are put in place."""
+        """Simulate tensors that are sent together: a lane codes and packs them, they pass every stage of the exchange,
+        and are put in place.
+
+        Args:
+            names: names of the tensors, of "q", "k" and "v"; or "o" alone, for the output on its way back.
+        """
         forward, launch_s = names != ("o",), self._latencies.launch_s
         hops = self._sent.forward if forward else self._sent.back
         at = self.at + (self._chosen_s() if "v" in names else 0.0)
@@ -321,7 +372,12 @@ class PlannedCall:
         self._arrived |= dict.fromkeys(names if hops else (), at)
 
     def _wait(self, *names: str) -> None:
-        """Wait until those tensors that are not displaced have arrived, then decode them."""
+        """Wait in the simulation until tensors have arrived, then decode them. Displaced tensors are decoded without
+        waiting.
+
+        Args:
+            names: names of the tensors, of "q", "k", "v" and "o".
+        """
         here = [name for name in names if name in self._arrived]
         if not here:
             return
@@ -330,7 +386,8 @@ class PlannedCall:
         self._compute(len(here) * self._coded_s("o" not in here, sends=False), 0)
 
     def _chosen_s(self) -> float:
-        """Return the seconds until V-Major has chosen the tokens of v to send."""
+        """Return the seconds that V-Major takes to choose the tokens to send; 0 for other codecs and for whole
+        calls."""
         tiles = self._case.topology.machine.tiles
         launches, gathers, waits = self._costs.choosing(self._call, tiles)
         latency_s, message_s, launch_s, blocked_s, wait_s = self._latencies
@@ -339,7 +396,12 @@ class PlannedCall:
         return scored_s(self._device, scored) + launches * launch_s + gathers * gather_s + waits * wait_s
 
     def _coded_s(self, forward: bool, sends: bool) -> float:
-        """Return the seconds of coding one tensor (`sends`) or decoding it. forward: True for q, k and v."""
+        """Return the seconds of coding or decoding one tensor; 0 without a codec.
+
+        Args:
+            forward: True for q, k and v, False for the output.
+            sends: True for coding, False for decoding.
+        """
         if not self._coded:
             return 0.0
         shape = (self._L, self._H) if forward == sends else (self._S, self._G)
@@ -352,22 +414,26 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The predicted cost of a mean step."""
+    """The predicted cost of a step of the model, as a mean over all steps of a run."""
 
     step_s: float  # seconds of a step
     compute_s: float  # seconds of computation, on the rank that computes longest
-    bytes: dict[str, float]  # of all ranks, by link class
+    bytes: dict[str, float]  # bytes that all ranks send, by link class
     steps: int  # number of steps of a run
     waits: float = 0.0  # number of times that the host waits for the device
     outputs: dict[str, float] = field(default_factory=dict)  # bytes that two guidance branches exchange, by link class
 
     @property
     def image_s(self) -> float:
-        """The seconds of denoising alone, without text encoders and VAE."""
+        """The seconds of denoising one batch, without text encoders and VAE."""
         return self.step_s * self.steps
 
     def of_image(self, sent: Mapping[str, float]) -> dict[str, float]:
-        """Return the bytes of all steps from those of one, by link class."""
+        """Return the bytes of all steps of a run, by link class.
+
+        Args:
+            sent: bytes of one step, by link class.
+        """
         return {link: self.steps * count for link, count in sent.items()}
 
     @property
@@ -377,7 +443,8 @@ class StepPlan:
 
 
 def plan_layers(case: Case) -> list[tuple[Kind, dict[CallKind, LayerPlan]]]:
-    """Return the plans of one layer of every kind, for every kind of calls in `sampled_kinds`."""
+    """Return each kind of layer with the plans of one such layer, by kind of attention calls, for all kinds in
+    `sampled_kinds`."""
     sent_of, calls = cache(partial(Sent, case)), sampled_kinds(case)
 
     def plan(kind: Kind, call: CallKind) -> LayerPlan:
@@ -387,9 +454,10 @@ def plan_layers(case: Case) -> list[tuple[Kind, dict[CallKind, LayerPlan]]]:
 
 
 def plan_step(case: Case) -> StepPlan:
-    """Return the plan of a step: one call of the model after the other, in each one layer after the other.
+    """Predict the cost of a mean step of a run: its calls of the model follow one another, and in each of them its
+    layers.
 
-    Once in a call ranks gather decisions for all its layers.
+    Once in a call ranks gather decisions for all its layers, if the codec asks for it.
     """
     every, costs, several = kinds_of_steps(case), costs_of(case.config), case.topology.size > 1
     coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)

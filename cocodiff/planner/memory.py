@@ -64,7 +64,7 @@ KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_f
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes of one rank."""
+    """The bytes that one rank needs in a run, by what they are for."""
 
     weights: int = 0  # all weights of the transformer on this rank, with buffers for split ones
     activations: int = 0  # the estimate of `activations`
@@ -78,22 +78,23 @@ class RankMemory:
 
     @property
     def cache(self) -> int:
-        """The bytes that are kept between calls."""
+        """The bytes of tensors that are kept between calls: the sum of the fields in KEPT."""
         return sum(getattr(self, name) for name in KEPT)
 
     @property
     def total(self) -> int:
-        """The bytes of all fields."""
+        """The bytes that the rank needs in all."""
         return self.weights + self.activations + self.cache + self.library
 
 
 def add(parts: list[RankMemory]) -> RankMemory:
-    """Return the sums of each field."""
+    """Return the sum of several needs of memory, field by field."""
     return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
 
 
 def run_cache(case: Case) -> list[RankMemory]:
-    """Return the bytes that every rank keeps between calls, over all layers and branches, with its step cache."""
+    """Return what each rank keeps between calls, by rank, over all layers and guidance branches, with the step cache.
+    Other fields are 0."""
     shape, mesh, kept_P = case.shape, case.mesh, [Counter[str]() for _ in case.topology.places]
     state_bytes = costs_of(case.config).state_bytes
     *of_all, image_layers = coded_layers(shape, case.config.state_layers)
@@ -142,15 +143,22 @@ def activations(case: Case) -> list[int]:
 
 
 def streamed(mesh: Mesh, heads: int) -> int:
-    """Return the tensors of a rank's share that streaming attention has in addition to RING, less the four blocks that
-    it does not pass on."""
+    """Return how many tensors of a rank's share streaming attention holds in addition to RING and the other counts
+    here.
+
+    The four blocks that a ring passes on, and streaming attention does not, are taken off.
+
+    Args:
+        mesh: the mesh of Ulysses and Ring.
+        heads: number of all attention heads.
+    """
     nodes = rounds_of(mesh)[0].shape[0]
     pieces = nodes * min(head_runs(nodes, held) for held in mesh.heads(heads))
     return -(-PIECE * mesh.ring // pieces) + 1 - 4
 
 
 def size_run(case: Case) -> list[RankMemory]:
-    """Return the memory that every rank needs.
+    """Return the memory that each rank needs in a run, by rank.
 
     Raise UserError if there are more ranks than image tokens, or more in a Ulysses group than heads.
     """
@@ -162,12 +170,16 @@ def size_run(case: Case) -> list[RankMemory]:
 
 
 def fullest(case: Case) -> RankMemory:
-    """Return the memory of the rank that needs most. Raise UserError as `size_run`."""
+    """Return the memory of the rank that needs most in a run.
+
+    Raise UserError if there are more ranks than image tokens, or more in a Ulysses group than heads.
+    """
     return max(size_run(case), key=lambda need: need.total)
 
 
 def block_parameters(shape: ModelShape) -> list[int]:
-    """Return the elements of every block's weights, in the model's order: attention, modulation and MLP of each stream.
+    """Return the number of elements of every block's weights, in the model's order: attention, modulation and MLP of
+    each stream.
 
     An estimate, within 3 % of the published models (`tests/test_memory.py`).
     """
@@ -178,7 +190,7 @@ def block_parameters(shape: ModelShape) -> list[int]:
 
 
 def sharing_ranks(case: Case) -> Topology | None:
-    """Return the ranks that share blocks' weights, of the smallest such set. None if nothing is shared."""
+    """Return the smallest set of ranks that share blocks' weights, as a topology; None if no weights are shared."""
     if case.config.split is None or case.topology.size == 1:
         return None
     of_ranks = [sharing(case.topology, case.config.weights, rank) for rank in range(case.topology.size)]
@@ -187,8 +199,8 @@ def sharing_ranks(case: Case) -> Topology | None:
 
 
 def weights_held(case: Case) -> int:
-    """Return the bytes of a rank's weights. Of split blocks these are its part, and two buffers of the largest
-    block."""
+    """Return the bytes of weights on a rank. Of shared blocks it holds its part, and two buffers of the largest block's
+    size."""
     numbers, blocks, ranks = case.shape.parameters, block_parameters(case.shape), sharing_ranks(case)
     if ranks is not None and blocks:
         models = max(1, round(numbers / sum(blocks)))  # Wan 2.2 has two
@@ -198,10 +210,14 @@ def weights_held(case: Case) -> int:
 
 
 def weights_waited_s(case: Case, layers_s: Sequence[float]) -> float:
-    """Return the seconds in a call that ranks wait for split weights.
+    """Return the seconds in one call of the model that a rank waits for the other parts of shared weights.
 
-    A block's parts are under way from the start of the previous split block on. Tokens on the same links are not
-    counted. layers_s: seconds of every block.
+    A block's parts are under way from the start of the previous shared block on. Tokens on the same links are not
+    counted.
+
+    Args:
+        case: the call.
+        layers_s: seconds of every block, in the model's order.
     """
     numbers, waited, ranks = block_parameters(case.shape), 0.0, sharing_ranks(case)
     if ranks is None or not numbers:
@@ -215,14 +231,24 @@ def weights_waited_s(case: Case, layers_s: Sequence[float]) -> float:
 
 
 def largest_batch(case: Case, memory: int) -> int:
-    """Return the largest number of images that fit into `memory` bytes on every rank; 0 if one is too many."""
+    """Return the largest number of images that fit the memory of every rank in one call; 0 if one is too many.
+
+    Args:
+        case: the run, whose own batch is not used.
+        memory: bytes of a tile.
+    """
     of_one = size_run(replace(case, batch=case.shape.rows_per_image))
     return max(0, min((memory - need.weights - need.library) // (need.activations + need.cache) for need in of_one))
 
 
 def misfit(need: RankMemory, memory: int | None) -> str | None:
-    """Return why a rank's needs exceed `memory` bytes, with the cause and the remedy. None if they fit or `memory` is
-    unknown."""
+    """Return a sentence that says by how much a rank's needs exceed its memory, with the cause and the remedy. Return
+    None if they fit or the memory is unknown.
+
+    Args:
+        need: the rank's needs.
+        memory: bytes that the rank has; None if unknown.
+    """
     if memory is None or need.total <= memory:
         return None
     parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache, "library": need.library}
@@ -255,15 +281,20 @@ def misfit(need: RankMemory, memory: int | None) -> str | None:
 
 
 def check_fits(need: RankMemory, memory: int | None, where: str) -> None:
-    """Raise UserError, with figures, cause and remedy, if a rank's needs exceed `memory` bytes. where: for the message,
-    e.g. "rank 3 on cpu"."""
+    """Raise UserError, with figures, cause and remedy, if a rank's needs exceed its memory.
+
+    Args:
+        need: the rank's needs.
+        memory: bytes that the rank has; None if unknown, which checks nothing.
+        where: the rank in the message, such as "rank 3 on cpu".
+    """
     reason = misfit(need, memory)
     if reason is not None:
         raise UserError(f"memory of {where}: {reason}")
 
 
 def mib(count: float) -> str:
-    """Return bytes in MiB as text: whole numbers, or two decimals below ten."""
+    """Return a number of bytes as text in MiB, without the unit: whole numbers, or two decimals below ten."""
     return f"{count / MIB:.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"
 
 
@@ -280,14 +311,19 @@ class VaePeak(NamedTuple):
 
 @dataclass(frozen=True)
 class Peaks:
-    """The memory of a run before and after its denoising steps, in bytes."""
+    """The memory that a run needs before and after its denoising steps, in bytes."""
 
     encoders: int  # weights of the text encoders, on rank 0
     vae: int  # weights of the VAE
-    of_vae: Mapping[str, VaePeak]  # activations of the VAE by the setting `vae`
+    of_vae: Mapping[str, VaePeak]  # activations of the VAE, by value of the setting `vae`
 
     def of_rank(self, step: RankMemory, vae: str) -> dict[str, int]:
-        """Return the bytes of the fullest rank in each phase of a run. step: its memory in a denoising step."""
+        """Return the bytes of the fullest rank in each phase of a run, by the phase's name.
+
+        Args:
+            step: the rank's memory in a denoising step.
+            vae: the setting `vae`.
+        """
         kept, peak = step.weights + step.library + self.vae, self.of_vae[vae]
         return {
             "text encoding": self.encoders + step.library,
@@ -297,22 +333,30 @@ class Peaks:
         }
 
     def fullest(self, step: RankMemory, vae: str) -> tuple[str, int]:
-        """Return the name and the bytes of the phase in which a rank holds most."""
+        """Return the phase of a run in which a rank holds most: its name, and its bytes.
+
+        Args:
+            step: the rank's memory in a denoising step.
+            vae: the setting `vae`.
+        """
         return max(self.of_rank(step, vae).items(), key=lambda moment: moment[1])
 
 
 def size_peaks(
     shape: ModelShape, topology: Topology, video: Video, images: int, itemsize: int, replicas: int = 1
 ) -> Peaks | None:
-    """Return the peaks around a run. None if the model's VAE is not known.
+    """Return the memory that a run needs before and after its denoising steps; None if the sizes of the model's VAE are
+    not known.
 
     Raise UserError if the replicas do not divide the ranks.
 
     Args:
-        video: the size of a video, or of an image as one of a single frame; only images are decoded in tiles
-        images: images of one call
-        itemsize: bytes of an element
-        replicas: sets of ranks, all of which decode at the same time
+        shape: the sizes of the model.
+        topology: all ranks of the run.
+        video: the size of a video, or of an image as one of a single frame; only images are decoded in tiles.
+        images: number of images of one call.
+        itemsize: bytes of an element.
+        replicas: sets of ranks, all of which decode at the same time.
     """
     vae = shape.vae
     if vae is None:
@@ -333,8 +377,14 @@ def size_peaks(
 
 
 def _activations(vae: VaeSize, video: Video, how: str, ranks: int) -> tuple[int, int]:
-    """Return the elements at the peak of encoding and of decoding one image or video. ranks: the number that share
-    it."""
+    """Return (elements at the peak of encoding one image or video, elements at the peak of decoding it) on one rank.
+
+    Args:
+        vae: the sizes of the VAE.
+        video: the size of the video, or of an image as one of a single frame.
+        how: the setting `vae`.
+        ranks: number of ranks that share the image or video.
+    """
     if how == "sharded" and ranks > 1:
         return _of_band(vae, video, ranks)
     pixels = video.height * video.width
@@ -352,9 +402,15 @@ def _activations(vae: VaeSize, video: Video, how: str, ranks: int) -> tuple[int,
 
 
 def _of_band(vae: VaeSize, video: Video, ranks: int) -> tuple[int, int]:
-    """Return the elements at the peak of encoding and of decoding the largest band, with a row of each neighbour.
+    """Return (elements at the peak of encoding, elements at the peak of decoding) of the largest band of rows of an
+    image or video, with a row of each neighbour.
 
     Gathers count too, with their received and joined parts: keys and values of all bands, and the image.
+
+    Args:
+        vae: the sizes of the VAE.
+        video: the size of the video, or of an image as one of a single frame.
+        ranks: number of bands.
     """
     shorter, longer = sorted((video.height, video.width))
     latent = math.ceil(longer / vae.factor)
@@ -367,6 +423,11 @@ def _of_band(vae: VaeSize, video: Video, ranks: int) -> tuple[int, int]:
 
 
 def tile_sides(side: int, tile: int) -> list[int]:
-    """Return the pixels of the tiles along one side of an image."""
+    """Return the sides in pixels of the tiles that the VAE decodes along one side of an image.
+
+    Args:
+        side: pixels of the image's side.
+        tile: pixels of a whole tile's side.
+    """
     starts = range(0, side, int(tile * STRIDE)) if side > tile else range(1)
     return [min(tile, side - start) for start in starts]

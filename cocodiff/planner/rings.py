@@ -28,16 +28,23 @@ Seconds = Callable[[float], float]  # from seconds of attention to one group's k
 
 
 class Ring(NamedTuple):
-    """The messages of one attention call in all rings of a mesh."""
+    """The messages of one attention call in all rings of a mesh, and its seconds."""
 
     messages: Sequence[Traffic]  # traffic of each kind of messages
-    seconds: Seconds  # seconds of the call
-    moves_s: Sequence[float] = ()  # seconds of every move of a key ring
+    seconds: Seconds  # function from the seconds of attention to one group's keys to those of the whole call
+    moves_s: Sequence[float] = ()  # for a ring of keys: seconds of each step in which all ranks pass on a block
 
 
 def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_s: float) -> Ring:
-    """Return the messages and seconds of a mesh's rings; no messages for one group. message_s: least seconds of a
-    step."""
+    """Predict the messages and seconds of an attention call in the rings of a mesh. With one Ulysses group there are no
+    messages.
+
+    Args:
+        mesh: the Ulysses groups and the rings across them.
+        layouts: the tokens and heads of each group.
+        work: the sizes of the attention call.
+        message_s: least seconds of a message.
+    """
     if mesh.ring == 1:
         return Ring([], partial(key_seconds, ()))
     return OF_KINDS[mesh.kind](mesh, layouts, work, Wires(mesh.topology), message_s)
@@ -46,13 +53,19 @@ def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_
 def around(
     mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: Levels = LEVELS
 ) -> tuple[Traffic, tuple[float, ...]]:
-    """Return the traffic of blocks that are passed round a ring in a call, and the seconds of every move.
+    """Predict the messages that pass blocks round the rings of a mesh in one attention call. Return (their bytes on all
+    links, seconds of every move).
 
-    Moves along one level (tile, card or node) take the same links, and each the seconds of the level's largest blocks.
+    In a move all ranks pass on a block at once. Moves along one level (tile, card or node) take the same links, and
+    each the seconds of the level's largest blocks.
 
     Args:
-        cell: bytes of a block for one token and head
-        along: the levels along which blocks are passed
+        mesh: the Ulysses groups and the rings across them.
+        layouts: the tokens and heads of each group.
+        cell: bytes of a block for one token and head.
+        wires: the places of the ranks and the rates of links.
+        message_s: least seconds of a message.
+        along: the levels along which blocks are passed.
     """
     messages, of_level = Traffic(wires), [Traffic(wires) for _ in LEVELS]
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
@@ -70,23 +83,29 @@ def around(
 
 
 def key_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
-    """Return the ring in which keys and values are passed round."""
+    """Predict an attention call in which keys and values are passed round the rings (`ring_kind: keys`). `ring_of`
+    explains the arguments."""
     messages, moves_s = around(mesh, layouts, 2 * work.cell, wires, message_s)
     return Ring([messages], partial(key_seconds, moves_s), moves_s)
 
 
 def key_seconds(moves_s: Sequence[float], a_block: float) -> float:
-    """Return the seconds of attention to all blocks of keys, each of which is received during attention to the one
-    before.
+    """Return the seconds of attention to all blocks of keys in a ring, each of which is received during attention to
+    the block before.
 
-    a_block: seconds of attention to one block.
+    Args:
+        moves_s: seconds in which each further block is received.
+        a_block: seconds of attention to one block.
     """
     return sum(max(a_block, move_s) for move_s in moves_s) + a_block
 
 
 def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
-    """Return the ring in which queries are passed round a node's groups, and keys between nodes. Partial results go
-    back."""
+    """Predict an attention call in which queries are passed round a node's groups, and keys between nodes (`ring_kind:
+    token`). Partial results go back.
+
+    `ring_of` explains the arguments.
+    """
     queries, queries_s = around(mesh, layouts, work.cell, wires, message_s, (CARD, TILE))
     keys, keys_s = around(mesh, layouts, 2 * work.cell, wires, message_s, (NODE,))
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
@@ -105,17 +124,17 @@ def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires
 def token_seconds(
     queries_s: Sequence[float], parts_s: Sequence[float], keys_s: Sequence[float], pieces: int, a_block: float
 ) -> float:
-    """Return the seconds of a token ring, in the order of `TokenRing`.
+    """Return the seconds of an attention call in a token ring, in the order in which `TokenRing` works.
 
-    Partial results of a step leave with the next step, and may arrive LAG steps later. Those of the last step leave
-    piece by piece.
+    Partial results of a step leave with the next step, and may arrive LAG steps later. Those of the last step leave in
+    several pieces.
 
     Args:
-        queries_s: seconds in which queries are passed on within nodes, by step
-        parts_s: seconds in which partial results return, by step
-        keys_s: seconds in which keys and values are passed on between nodes
-        pieces: number of pieces of the last step
-        a_block: seconds of attention to one block
+        queries_s: seconds in which queries are passed on within nodes, by step.
+        parts_s: seconds in which partial results return, by step.
+        keys_s: seconds of each move of keys and values between nodes.
+        pieces: number of pieces of the last step.
+        a_block: seconds of attention to one block.
     """
     at, part_s, arrivals = 0.0, 0.0, [0.0] * (LAG + 1)
     for key_s in (*keys_s, 0.0):
@@ -129,7 +148,11 @@ def token_seconds(
 
 
 def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
-    """Return the ring in which queries go to all ranks of a node and across nodes, and partial results return."""
+    """Predict an attention call in which queries go to all ranks of a node and across nodes, and partial results return
+    (`ring_kind: streaming`).
+
+    `ring_of` explains the arguments.
+    """
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
     gather, reduce, cross = (Traffic(wires) for _ in range(3))
     part_cell = work.cell + SUM_BYTES * work.batch
@@ -156,16 +179,18 @@ def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires:
 def stream_seconds(
     blocks: float, pieces: int, gather_s: float, reduce_s: float, cross_s: float, a_block: float
 ) -> float:
-    """Return the seconds of streaming attention, in the order of `streaming.py`.
+    """Return the seconds of an attention call by streaming attention, in the order in which `streaming.py` works.
 
-    During attention to a piece the next one is gathered, the previous one's partial results are reduced, and others
-    cross nodes.
+    A call is cut into pieces. During attention to one, the next one's queries are gathered, the previous one's partial
+    results are reduced, and others cross nodes.
 
     Args:
-        blocks: work of attention to a piece, in blocks
-        gather_s, reduce_s: seconds of a piece's queries, and of its partial results, on a node
-        cross_s: seconds of either across nodes
-        a_block: seconds of attention to one block
+        blocks: attention to a piece, as a multiple of attention to one block.
+        pieces: number of pieces.
+        gather_s: seconds in which a piece's queries are sent on a node.
+        reduce_s: seconds in which its partial results return on a node.
+        cross_s: seconds in which either is sent across nodes.
+        a_block: seconds of attention to one block.
     """
     at = gather_s
     for number in range(pieces):
@@ -183,10 +208,18 @@ OF_KINDS = {"keys": key_ring, "token": token_ring, "streaming": streaming}  # na
 def in_chunks(
     mesh: Mesh, chunks: int, rows_P: np.ndarray, ring: Ring, message_seconds: Callable[[np.ndarray], float]
 ) -> Seconds | None:
-    """Return the seconds of a call whose tensors are sent in chunks. None if there is only one chunk.
+    """Predict an attention call whose tensors are sent in chunks: return a function as `Ring.seconds`, or None if there
+    is only one chunk.
 
-    On one node all chunks but the rank's own arrive at once. message_seconds: the seconds of q, k, v and the output, by
-    the chosen (rows, heads) ranks.
+    On one node all chunks but the rank's own arrive at once.
+
+    Args:
+        mesh: the Ulysses groups and the rings across them.
+        chunks: number of chunks that are asked for.
+        rows_P: number of rows (tokens) of each of P ranks.
+        ring: the prediction for the mesh's rings.
+        message_seconds: function that returns the seconds of the messages of q, k, v and the output, from an array
+            [ranks of rows, ranks of heads] that is True for the blocks to send.
     """
     first, size = mesh.groups[0], mesh.topology.size
     stages = 2 if mesh.parts[0].nodes == 1 else chunks
@@ -207,16 +240,16 @@ def in_chunks(
 def staged_seconds(
     shares: Sequence[float], messages_s: Sequence[float], moves_s: Sequence[float], a_block: float
 ) -> float:
-    """Return the seconds of a call in chunks, in the order of `torus.py`.
+    """Return the seconds of an attention call in chunks, in the order in which `torus.py` works.
 
     The own chunk takes other links than the rest, which follow each other. Each of q, k, v and the output takes a
     quarter of a chunk's messages.
 
     Args:
-        shares: part of the group's tokens in each chunk, the own one first
-        messages_s: seconds of each chunk's messages
-        moves_s: seconds of the moves of the key ring
-        a_block: seconds of attention to one block
+        shares: part of the group's tokens in each chunk, the own one first.
+        messages_s: seconds of each chunk's messages.
+        moves_s: seconds of each move of a ring of keys.
+        a_block: seconds of attention to one group's keys.
     """
     (own, *others), (own_s, *others_s) = shares, (seconds / 4 for seconds in messages_s)
     at, arrived = 3 * own_s + own**2 * a_block, 0.0

@@ -1,4 +1,5 @@
-"""Roofline: a device takes as long as its arithmetic or its memory traffic, whichever is longer.
+"""The seconds of a layer or of a kernel by the roofline model: its arithmetic or its memory traffic, whichever takes
+longer.
 
 It is given for a layer of a model, and for every operation of `kernels`, where vector instructions count as well.
 """
@@ -55,18 +56,28 @@ MORE = {
 
 
 def started(op: str, numbers: float, parts: Sequence[str] = ()) -> float:
-    """Return the instructions that an operation of `kernels` starts for a tensor of so many elements; 0 for `choose`.
+    """Return the vector instructions that an operation of `kernels` starts for one tensor; 0 for those without a count,
+    such as `choose`.
 
-    parts: keys of MORE.
+    Args:
+        op: name of the operation.
+        numbers: elements of the tensor.
+        parts: variants of the operation that take more instructions, keys of MORE.
     """
     return (INSTRUCTIONS.get(op, 0.0) + sum(MORE[op][part] for part in parts)) * numbers / LANES
 
 
 def seconds(device: Device, flops: float, moved_bytes: float, instructions: float = 0.0) -> float:
-    """Return the seconds of one kernel at the rates that the device reaches: matrix arithmetic, traffic or vector
-    instructions, whichever is longest.
+    """Return the seconds of one kernel at the rates that the device reaches: of matrix arithmetic, traffic or vector
+    instructions, whichever takes longest.
 
     A rate of 0 is not known, and nothing is charged for it.
+
+    Args:
+        device: the rates of the device.
+        flops: floating-point operations of matrix products.
+        moved_bytes: bytes that are read and written.
+        instructions: vector instructions, of LANES elements each.
     """
     arithmetic = flops / (device.bf16_tflop_s * device.peak_share * 1e12) if device.bf16_tflop_s else 0.0
     traffic = moved_bytes / (device.memory_gb_s * 1e9) if device.memory_gb_s else 0.0
@@ -76,30 +87,33 @@ def seconds(device: Device, flops: float, moved_bytes: float, instructions: floa
 
 @dataclass(frozen=True)
 class Layer:
-    """The seconds of one attention layer's parts on one rank, for all its rows and heads."""
+    """The seconds of one layer's parts on one rank, for all its rows and heads."""
 
-    project_v: float
-    project_qk: float
-    attention: float
-    rest: float  # output projection and MLP
+    project_v: float  # seconds to make v
+    project_qk: float  # seconds to make q and k, with normalisation and rotation
+    attention: float  # seconds of attention to one group's keys
+    rest: float  # seconds of output projection and MLP
 
     @property
     def total(self) -> float:
-        """The seconds of the layer."""
+        """The seconds of all parts of the layer."""
         return self.project_v + self.project_qk + self.attention + self.rest
 
 
 def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, rank: int, layout: Layout) -> Layer:
-    """Return the seconds of a layer's parts, at the device's full rates.
+    """Return the seconds of a layer's parts on one rank, at the rates of the device.
 
     Counted are matrix products with their weights and tensors, attention as one fused kernel, and for q and k one pass
     of normalisation and rotation with our kernels' instructions. Not counted are modulation, residuals, launches and
     embeddings.
 
     Args:
-        tokens: tokens of the whole sequence
-        batch: rows of the batch
-        rank: index of the rank in `layout`
+        shape: the sizes of the model.
+        topology: the ranks, with their machine.
+        tokens: number of tokens of the whole sequence.
+        batch: batch rows.
+        rank: index of the rank in `layout`.
+        layout: the tokens and heads of every rank.
     """
     device, W, D = topology.machine.device, shape.width, shape.head_dim
     L, G = layout.rows[rank] * batch, layout.heads[rank]
@@ -121,24 +135,45 @@ def roofline(shape: ModelShape, topology: Topology, tokens: int, batch: int, ran
 
 
 def copied_s(device: Device, count: float, itemsize: int) -> float:
-    """Return the seconds of a copy of `count` bytes. itemsize: bytes of an element."""
+    """Return the seconds in which a device copies bytes, such as to pack a message.
+
+    Args:
+        device: the rates of the device.
+        count: number of bytes.
+        itemsize: bytes of an element.
+    """
     return seconds(device, 0.0, 2 * count, started("pack", count / itemsize))
 
 
 def merged_s(device: Device, numbers: float) -> float:
-    """Return the seconds of merging a partial result of so many bf16 elements into a float32 sum."""
+    """Return the seconds in which a device merges a partial attention result in bf16 into a running one in float32.
+
+    Args:
+        device: the rates of the device.
+        numbers: elements of the partial result.
+    """
     return seconds(device, 0.0, 10 * numbers, started("merge_partials", numbers))
 
 
 def scored_s(device: Device, count: float) -> float:
-    """Return the seconds of scoring v in bf16, `count` bytes, which becomes the reference."""
+    """Return the seconds in which a device scores v in bf16 for V-Major, and copies it as the next reference.
+
+    Args:
+        device: the rates of the device.
+        count: bytes of v.
+    """
     return seconds(device, 0.0, 3 * count, started("l1_score", count / ITEMSIZE))
 
 
 def coded_s(device: Device, x: Tensor, config: Config, width: int, sends: bool) -> float:
-    """Return the seconds of the passes and launches that code (`sends`) or decode a tensor [B, L, H, D].
+    """Return the seconds of the passes and launches that code or decode one tensor.
 
-    width: bytes on the wire of one token for one head.
+    Args:
+        device: the rates of the device.
+        x: a tensor [B, L, H, D] of the same sizes, which may be a meta tensor.
+        config: the engine's settings, with the codec and its predictor.
+        width: bytes on the wire of one token for one head.
+        sends: True to code the tensor, False to decode it.
     """
     before, numbers = x if config.predictor != "last" else None, torch.empty(4, device="meta")
     code = x.new_empty(*x.shape[:3], width, dtype=torch.uint8)
@@ -157,14 +192,24 @@ def coded_s(device: Device, x: Tensor, config: Config, width: int, sends: bool) 
 
 
 def operation_s(device: Device, op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> float:
-    """Return the seconds of an operation of `kernels` with its launches; see `cost_of`."""
+    """Return the seconds of one call of an operation of `kernels`, with its launches.
+
+    Args:
+        device: the rates of the device.
+        op: name of the operation.
+        moved: the tensors whose size counts, as `moved_by` of `kernels/dispatch.py` returns them.
+        arguments: all arguments of the call.
+    """
     return seconds(device, 0.0, *cost_of(op, moved, arguments)) + LAUNCHES.get(op, 1) * device.launch_us * 1e-6
 
 
 def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple[float, float]:
-    """Return the bytes that an operation of `kernels` reads and writes, and the instructions that it starts.
+    """Return (bytes that an operation of `kernels` reads and writes, vector instructions that it starts), for one call.
 
-    moved, arguments: as `Kernels` has them.
+    Args:
+        op: name of the operation.
+        moved: the tensors whose size counts, as `moved_by` of `kernels/dispatch.py` returns them.
+        arguments: all arguments of the call.
     """
     parts: dict[str, bool] = {}
     if op == "encode_residual":
@@ -196,13 +241,18 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
 
 
 def bytes_of_state(known: Reconstructions, both: bool) -> int:
-    """Return the bytes of reading the newest reconstruction (with `both` also the one before) and writing the next."""
+    """Return the bytes of a codec's pass over a tensor's reconstructions: it reads the newest and writes the next.
+
+    Args:
+        known: the two reconstructions.
+        both: True if it also reads the one before the newest, where there is one.
+    """
     return (3 if both and known.before is not None else 2) * known.last.nbytes
 
 
 def bytes_of(value: Any) -> int:
-    """Return the bytes of all tensors in nested sequences and mappings. Chosen rows count with the bytes that are read
-    and written."""
+    """Return the bytes of all tensors in nested sequences and mappings. Of `Rows` (chosen rows of a tensor) the bytes
+    that are read and written count."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, (list, tuple)):  # most are of tensors

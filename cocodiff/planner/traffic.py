@@ -22,26 +22,30 @@ SIBLING, PLANE, NIC_OUT, NIC_IN = range(4)  # kinds of links, each in one direct
 
 
 class Latencies(NamedTuple):
-    """The machine's latencies, in seconds."""
+    """The latencies of a machine's links and kernels, in seconds."""
 
     latency_s: float = 0.0  # from a message's start to its first byte
     message_s: float = 0.0  # between two messages of one sender
-    launch_s: float = 0.0  # of a kernel's launch
+    launch_s: float = 0.0  # to launch a kernel
     blocked_s: float = 0.0  # for which each message blocks the host of either end
     wait_s: float = 0.0  # for which the host waits for the device's queue to read a number
 
     @classmethod
     def of(cls, machine: Machine) -> Latencies:
-        """Return the latencies in a machine file."""
+        """Return the latencies of a machine, converted to seconds from its file's microseconds."""
         links, device = machine.links, machine.device
         times = links.latency_us, links.message_us, device.launch_us, links.blocked_us, device.wait_us
         return cls(*(us / 1e6 for us in times))
 
 
 class Wires:
-    """The places of all ranks and the rates of links, as arrays."""
+    """The places of all ranks and the rates of links, as arrays, for sums over millions of messages."""
 
     def __init__(self, topology: Topology) -> None:
+        """Read the places and the rates of a topology.
+
+        Arrays end in their dimensions: P ranks, C cards, planes (the second P of `server_CP`).
+        """
         places = topology.places
         self.size = topology.size
         self.node_P, self.card_P, self.plane_P = (
@@ -57,7 +61,8 @@ class Wires:
 
 
 def rates_of(machine: Machine) -> Floats:
-    """Return the bytes per second of a link, by its kind."""
+    """Return the bytes per second that messages reach on a link, as an array by kind of link (SIBLING, PLANE, NIC_OUT,
+    NIC_IN)."""
     links = machine.links
     return 1e9 * links.link_share * np.array([links.sibling_gb_s, links.plane_gb_s, links.nic_gb_s, links.nic_gb_s])
 
@@ -72,7 +77,13 @@ class Traffic:
         self._loads: list[list[tuple[Integers, Integers | Floats]]] = [[] for _ in wires.rates]  # by kind of link
 
     def send(self, sender_N: Integers, receiver_N: Integers, bytes_N: Integers | Floats) -> None:
-        """Add messages, one for each entry of the arrays. Those of a rank to itself take no link."""
+        """Add messages between ranks, one for each entry of the arrays. A rank's message to itself takes no link.
+
+        Args:
+            sender_N: the rank that sends each of N messages.
+            receiver_N: the rank that receives it.
+            bytes_N: its size, in bytes or another unit.
+        """
         leaves_N = sender_N != receiver_N
         a, b, count = sender_N[leaves_N], receiver_N[leaves_N], bytes_N[leaves_N]
         wires, share = self._wires, self._wires.forwarding_share
@@ -93,7 +104,7 @@ class Traffic:
         self._load(PLANE, through[planes], b[planes], count[planes])
 
     def fullest(self) -> Floats:
-        """Return the bytes on the fullest link of every kind."""
+        """Return the bytes on the fullest link of every kind, as an array (SIBLING, PLANE, NIC_OUT, NIC_IN)."""
         found = np.zeros(len(self._loads))
         for kind, loads in enumerate(self._loads):
             if loads:
@@ -102,26 +113,33 @@ class Traffic:
         return found
 
     def seconds(self) -> float:
-        """Return the seconds of the fullest link."""
+        """Return the seconds that all messages take, as the fullest link sets them."""
         return float((self.fullest() / self._wires.rates).max())
 
     def _load(self, kind: int, a_N: Integers, b_N: Integers, bytes_N: Integers | Floats) -> None:
-        """Add bytes to links of a kind. A link is named by two numbers: the ranks at its ends, or a node and its
-        NIC."""
+        """Add bytes to links of one kind. Two numbers name a link: the ranks at its ends, or a node and its NIC.
+
+        Args:
+            kind: kind of link, an index such as SIBLING.
+            a_N: first number of the link of each of N messages.
+            b_N: second number.
+            bytes_N: size of each message.
+        """
         if len(a_N):
             self._loads[kind].append((a_N * self._wires.size + b_N, bytes_N))
 
 
 class Stage:
-    """The messages of all ranks of a mesh that are under way together, as an array of blocks."""
+    """The messages of all ranks of a mesh that are under way together in one part of an exchange."""
 
     def __init__(self, wires: Wires, lane: str, blocks_N4: Integers, phases: int = 1) -> None:
         """Count the messages of each rank.
 
         Args:
-            lane: the lane that sends them
-            blocks_N4: for every block four ranks: sender, receiver, owner of its rows, owner of its heads
-            phases: number of times that messages are packed, one after another
+            wires: the places of the ranks and the rates of links.
+            lane: name of the background thread that sends the messages, such as "plane".
+            blocks_N4: for each of N blocks four ranks: sender, receiver, owner of its rows, owner of its heads.
+            phases: number of times that messages are packed, one after another.
         """
         self.lane, self.phases = lane, phases
         self._wires, self._blocks_N4 = wires, blocks_N4
@@ -131,28 +149,42 @@ class Stage:
         self.messages, self.handled = int(started.max()), int((started + received).max())
 
     def only(self, near_PP: np.ndarray) -> Stage:
-        """Return a stage with the blocks whose (rows, heads) are chosen."""
+        """Return the stage with some of its blocks.
+
+        Args:
+            near_PP: True for the chosen blocks, by the ranks of their rows and of their heads, [ranks, ranks].
+        """
         return Stage(self._wires, self.lane, self._blocks_N4[near_PP[self._blocks_N4[:, 2], self._blocks_N4[:, 3]]])
 
     def back(self) -> Stage:
-        """Return the stage with senders and receivers exchanged."""
+        """Return the stage of the way back, in which senders and receivers are exchanged."""
         return Stage(self._wires, self.lane, self._blocks_N4[:, [1, 0, 2, 3]], self.phases)
 
     def in_turns(self, mesh: Mesh) -> list[Stage]:
-        """Return a stage for each distance in slots between sender and receiver, for groups that serve one peer at a
-        time."""
+        """Cut the stage into one for each distance in slots between sender and receiver: a rank then exchanges with one
+        other rank at a time.
+
+        Args:
+            mesh: the Ulysses groups, which give ranks their slots.
+        """
         slot_P = np.array([mesh.group_and_slot(rank)[1] for rank in range(self._wires.size)])
         steps_N = (slot_P[self._blocks_N4[:, 1]] - slot_P[self._blocks_N4[:, 0]]) % mesh.ulysses
         return [Stage(self._wires, self.lane, self._blocks_N4[steps_N == step]) for step in np.unique(steps_N)]
 
     def traffic(self, rows_P: Floats, heads_P: Floats) -> Traffic:
-        """Return the messages' traffic in units of one token for one head. rows_P, heads_P: of every rank's blocks."""
+        """Return the bytes on all links in this stage, in units of one token for one head.
+
+        Args:
+            rows_P: number of rows (tokens) of each of P ranks.
+            heads_P: number of heads of each rank. A block has one rank's rows for the heads of another.
+        """
         found, (sender_N, receiver_N, rows_N, heads_N) = Traffic(self._wires), self._blocks_N4.T
         found.send(sender_N, receiver_N, rows_P[rows_N] * heads_P[heads_N])
         return found
 
     def wait_s(self, latencies: Latencies) -> float:
-        """Return the seconds that messages take whatever their size."""
+        """Return the seconds that the stage's messages take whatever their size: latency, starting them, and blocking
+        of the host."""
         latency_s, message_s, _, blocked_s, _ = latencies
         return latency_s + self.messages * message_s + self.handled * blocked_s
 
@@ -160,7 +192,7 @@ class Stage:
         """Return the cost of sending one tensor in this stage.
 
         Args:
-            rows_P: number of rows (tokens) of each rank.
+            rows_P: number of rows (tokens) of each of P ranks.
             heads_P: number of heads of each rank. A block has one rank's rows for the heads of another.
             cell: bytes of one token for one head, in the whole batch.
             latencies: those of the machine.
@@ -172,9 +204,9 @@ class Stage:
 
 
 class Hop(NamedTuple):
-    """The cost of one tensor in a stage."""
+    """The cost of sending one tensor in one stage of an exchange."""
 
-    lane: str
+    lane: str  # name of the background thread that sends the messages
     link_s: float  # seconds of the fullest link
     wait_s: float  # seconds before the first byte, however many tensors are sent together
     packed: float  # bytes that a rank packs
@@ -183,14 +215,18 @@ class Hop(NamedTuple):
 
 
 def total(sent: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums of bytes by link class."""
+    """Return the sums of several counts of bytes, by link class."""
     every = list(sent)
     return {link: sum(one[link] for one in every) for link in LINK_CLASSES}
 
 
 def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:
-    """Return for every rank its value in its group's sequence, as an array. of_groups: values by slot, for each
-    group."""
+    """Return one array with a value for each rank, from values for each Ulysses group.
+
+    Args:
+        mesh: the Ulysses groups.
+        of_groups: for each group, the values by slot.
+    """
     found_P = np.zeros(mesh.topology.size)
     for group, of_slots in zip(mesh.groups, of_groups, strict=True):
         found_P[list(group)] = of_slots
@@ -199,9 +235,15 @@ def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:
 
 @lru_cache(maxsize=8)  # stages are equal for all layers, and for all kinds of calls
 def stages_of(mesh: Mesh, name: str, nic_balance: bool = True, one_peer: bool = False) -> list[Stage]:
-    """Return the stages of an exchange in all Ulysses groups at once, forward.
+    """Return the stages of an exchange in all Ulysses groups at once, in its forward direction.
 
     TAPA's phases follow one another, each on its own lane. The phases of other exchanges are under way together.
+
+    Args:
+        mesh: the Ulysses groups.
+        name: name of the exchange in the table `EXCHANGES`.
+        nic_balance: True to spread "split"'s blocks for other nodes over the NICs.
+        one_peer: True if a rank exchanges with one other rank at a time.
     """
     wires, found = Wires(mesh.topology), dict[int, list[tuple[int, int, int, int]]]()
     if name == "flat":  # the same as its plans, but fast for many ranks
