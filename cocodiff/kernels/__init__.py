@@ -17,7 +17,12 @@ __all__ = ["PATHS", "Kernels", "Rows", "TorchOps", "moved_by", "sycl_ops", "view
 
 
 def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Return views of a packed buffer, with the given shapes, in the order in which `pack` laid the pieces out."""
+    """Cut a packed buffer into its parts, and return a view of each with its shape. The buffer is not copied.
+
+    Args:
+        buffer: one-dimensional buffer that `pack` has filled.
+        shapes: shapes of the parts, in the order in which `pack` laid them out.
+    """
     with torch._C.DisableTorchFunction():  # half of a plan's calls, which counters of operations need not count
         parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

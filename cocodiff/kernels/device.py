@@ -25,15 +25,15 @@ log = logging.getLogger("cocodiff.kernels.device")
 
 
 def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.device:
-    """Return the device of a rank, and on accelerators make it the current one. That must happen before any process
-    group.
+    """Return the device of a rank, and on accelerators make it the current one. Call this before any process group is
+    made.
 
     Raise OwnRankError if the named accelerator is absent or, unless `shared`, has fewer tiles than there are ranks.
 
     Args:
         name: "cpu", "xpu", "cuda", or "auto" for the accelerator that is present, else the CPU.
         local_rank: index of the rank on its node, which is the index of its tile.
-        shared: True if ranks may outnumber tiles; ranks are then assigned to them in turn.
+        shared: True if ranks may outnumber tiles; ranks are then assigned to tiles round-robin.
     """
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -52,7 +52,12 @@ def rank_device(name: str, local_rank: int, shared: bool = False) -> torch.devic
 
 
 def _more_devices(name: str, count: int) -> str:
-    """Return the remedy to print if ranks outnumber devices."""
+    """Return the remedy to print if a node has more ranks than devices.
+
+    Args:
+        name: type of the device, such as "xpu".
+        count: number of devices that this process finds.
+    """
     remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
     if name != "xpu":
         return remedy
@@ -93,10 +98,14 @@ def import_ipex() -> bool:
 
 
 def set_repeatable(device: torch.device, wanted: bool) -> Callable[[], None]:
-    """Make oneDNN's matrix products on an accelerator add up in one order (`wanted`), or in any. Return a function that
-    restores what was set before.
+    """Set whether an accelerator's matrix products (oneDNN's) add up in one order, for equal bits in every run. Return
+    a function that restores what was set before.
 
-    By default repeated calls may differ there (torch-xpu-ops 3201). On a CPU they do not, and nothing changes.
+    Without it repeated calls may differ (torch-xpu-ops 3201). On a CPU they do not, and nothing changes.
+
+    Args:
+        device: the rank's device.
+        wanted: True for one order, False for any.
     """
     flags: Any = torch.backends.mkldnn
     undo = partial(setattr, flags, "deterministic", flags.deterministic)
@@ -115,6 +124,7 @@ def free_memory(device: torch.device, ranks: int) -> int | None:
     allocator holds unused.
 
     Args:
+        device: the rank's device.
         ranks: number of ranks on the node.
     """
     if device.type == "cpu":
@@ -133,10 +143,14 @@ def free_memory(device: torch.device, ranks: int) -> int | None:
 
 
 def ranks_on_device(device: torch.device, ranks: int) -> int:
-    """Return the largest number of a node's `ranks` that share one device; 1 on a CPU.
+    """Return the largest number of a node's ranks that share one device; 1 on a CPU.
 
-    Local ranks are assigned to the devices that they see in turn. If a launcher's mask shows each rank a single tile,
-    it is that rank's own.
+    Local ranks are assigned to the devices that they see round-robin. If a launcher's mask shows each rank a single
+    tile, it is that rank's own.
+
+    Args:
+        device: a device of the type that counts.
+        ranks: number of ranks on the node.
     """
     if device.type == "cpu":
         return 1
@@ -145,7 +159,7 @@ def ranks_on_device(device: torch.device, ranks: int) -> int:
 
 
 def _meminfo(key: str) -> int | None:
-    """Return the value of `key` in /proc/meminfo in bytes, or None if it is not there."""
+    """Return a value of /proc/meminfo in bytes, such as that of the key "MemAvailable"; None if it is not there."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
@@ -175,21 +189,23 @@ class StreamMark:
 
 
 class HandedOver(Generic[T]):
-    """A value that passes to another stream, from the stream that is current when this is created.
+    """A value on its way to another stream, from the stream that is current when this is created.
 
-    Every tensor that one thread produces and another one uses passes this way. So the order of streams and the lifetime
-    of memory are handled in one place. On a CPU work is done when its call returns, and nothing needs an order.
+    Every tensor that one thread produces and another one uses is passed in this way. So the order of streams and the
+    lifetime of memory are handled in one place. On a CPU work is done when its call returns, and nothing needs an
+    order.
 
     Args:
         value: anything that `used_on_current_stream` takes.
+        device: the device of the value's tensors.
     """
 
     def __init__(self, value: T, device: torch.device) -> None:
         self._value, self._made = value, None if device.type == "cpu" else StreamMark(device)
 
     def take(self) -> T:
-        """Return the value for use on the caller's current stream, which waits for the other stream; the host does not
-        block.
+        """Return the value for use on the caller's current stream, which waits for the stream that made it; the host
+        does not block.
 
         The value's memory is kept until this stream is done with it, even if it is freed before.
         """
@@ -200,7 +216,7 @@ class HandedOver(Generic[T]):
 
 
 class OwnStream:
-    """A separate stream for one lane on accelerators; nothing on a CPU."""
+    """A separate stream on accelerators for one lane, a background thread that packs and sends; nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -208,7 +224,7 @@ class OwnStream:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make it the calling thread's current stream inside the `with` block."""
+        """Make this stream the calling thread's current one inside the `with` block. On a CPU nothing happens."""
         if self._stream is None:
             yield
             return
@@ -219,10 +235,10 @@ class OwnStream:
 
 
 def used_on_current_stream(value: T) -> T:
-    """Tell the allocator that the current stream uses the tensors in a value, so that their memory is not reused before
-    that. Return the value.
+    """Tell the allocator that the current stream uses a value's tensors, so that their memory is not reused before.
+    Return the value.
 
-    Raise TypeError for objects of other kinds, whose tensors would be missed.
+    Raise TypeError for objects of other kinds than `value` lists, whose tensors would be missed.
 
     Args:
         value: a tensor, an object with `contained_tensors`, or a list, tuple or mapping of these; None, numbers and
@@ -246,12 +262,13 @@ MULTIPLIER = -0x61C8864680B583EB  # an odd number of 64 bits: 2^64 divided by th
 
 
 def digest(x: Tensor, first: int = 0) -> Tensor:
-    """Return a checksum of a tensor's bits, int64 []: a sum over elements that depends on their positions, but not on
-    the order of summation.
+    """Return a checksum of a tensor's bits, int64 []. It depends on the position of each element, but not on the order
+    of summation.
 
     Args:
-        first: position of the first element, or of the first 8 bytes if the tensor is a multiple of 8 bytes. With it,
-            the digests of pieces add up to that of the whole tensor.
+        x: the tensor, or a part of one.
+        first: position of the part's first element in the whole tensor, counted in elements of 8 bytes if the part's
+            bytes are a multiple of 8. The checksums of all parts then add up to that of the whole tensor.
     """
     flat = (torch.view_as_real(x) if x.is_complex() else x).detach().contiguous().flatten()
     size = flat.element_size()

@@ -70,12 +70,19 @@ log = logging.getLogger("cocodiff.kernels")
 
 
 def path_of(setting: str) -> str:
-    """Return the path that the setting `kernels` asks for; the environment replaces "auto"."""
+    """Return how operations are to run, one of PATHS: as the setting `kernels` says or, if that is "auto", the
+    environment variable COCODIFF_KERNELS."""
     return os.environ.get(ENVIRONMENT, setting) if setting == "auto" else setting
 
 
 def begins_of(path: str, device: str, dtype: torch.dtype) -> Mapping[str, float]:
-    """Return, for each operation, the size in bytes from which on SYCL runs it on this type of device."""
+    """Return, by operation, the size in bytes from which on SYCL runs it instead of torch; infinite if never.
+
+    Args:
+        path: one of PATHS.
+        device: type of the device, such as "cpu".
+        dtype: dtype of the tensors.
+    """
     if path == "auto" and dtype in WITH_KERNELS and device in CHOICES:
         return CHOICES[device]
     # Codes are bytes, which have no kernels: torch moves them even if SYCL is asked for.
@@ -91,12 +98,12 @@ class Kernels(TorchOps):
         note: Callable[[str, str], None] | None = None,
         compiled: Callable[[Function], Function] = lambda function: function,
     ) -> None:
-        """Choose the path. Raise UserError if it is unknown.
+        """Choose how operations run. Raise UserError for an unknown path.
 
         Args:
             path: one of `PATHS`; "auto" may be replaced by the environment.
-            note: called with the operation's name and "sycl" or "torch" each time one runs.
-            compiled: turns a function of modules and tensors into the one to call in its place, as a compiler does.
+            note: called with the operation's name and "sycl" or "torch" each time one runs, for the trace.
+            compiled: turns a function of modules and tensors into the one to call in its place, as torch.compile does.
         """
         path = path_of(path)
         if path not in PATHS:
@@ -107,12 +114,17 @@ class Kernels(TorchOps):
         self._torch = TorchOps()
 
     def by_sycl(self, op: str, *moved: Tensor) -> bool:
-        """Return True if SYCL would run `op` on tensors of this size. Callers with a faster fallback than torch's ask
-        first."""
+        """Return True if SYCL would run an operation on tensors of this size. Callers that have a faster way than
+        torch's operation ask this first.
+
+        Args:
+            op: name of the operation.
+            moved: the tensors whose size counts.
+        """
         return self._sycl(op, moved) is not None
 
     def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
-        """Run one operation by its path, and report the path to `note`."""
+        """Run one operation by SYCL or by torch, report the choice to `note`, and return the operation's result."""
         moved = moved_by(op, arguments)
         whole = op not in STREAMED or moved[0].shape[-1] % STREAM_GROUP == 0
         sycl = self._sycl(op, moved) if whole and len(moved) else None
@@ -124,6 +136,10 @@ class Kernels(TorchOps):
         """Return the SYCL operations if they are to run `op`, else None.
 
         Ranks have nearly equal shares, so the first tensor stands for the size of all.
+
+        Args:
+            op: name of the operation.
+            moved: the tensors whose size counts.
         """
         first = moved[0]
         kind = first.device.type, torch.float32 if op in OF_INDICES else first.dtype
@@ -134,7 +150,12 @@ class Kernels(TorchOps):
 
 
 def moved_by(op: str, arguments: Sequence[Any]) -> Sequence[Tensor]:
-    """Return the tensors among an operation's arguments whose size decides between SYCL and torch."""
+    """Return the tensors among an operation's arguments whose size decides between SYCL and torch.
+
+    Args:
+        op: name of the operation.
+        arguments: its positional arguments.
+    """
     told = arguments[SIZED.get(op, 0)]
     for name in ("written", "last", "table_KN"):  # a codec's state, or an order of rows: one of its tensors
         told = getattr(told, name, told)
@@ -142,7 +163,8 @@ def moved_by(op: str, arguments: Sequence[Any]) -> Sequence[Tensor]:
 
 
 def _by_path(op: str) -> Callable[..., Any]:
-    """Return the method for an operation. A subclass that runs all operations differently overrides `_run`."""
+    """Return the method of `Kernels` for one operation, which calls `_run`. A subclass that runs all operations
+    differently overrides `_run`."""
 
     def run(self: Kernels, *arguments: Any, **named: Any) -> Any:
         return self._run(op, *arguments, **named)
@@ -157,7 +179,11 @@ for _op in OPS:
 def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
     """Return the SYCL operations of a device, which are opened once in a process.
 
-    If there are none, log one line with the reason and return None, or raise UserError if `required`.
+    If they cannot be built, one line with the reason is logged, and None is returned.
+
+    Args:
+        device: the device that they run on.
+        required: True to raise UserError instead of returning None.
     """
     found = _open(device)
     if not isinstance(found, str):
@@ -169,8 +195,8 @@ def sycl_ops(device: torch.device, required: bool = False) -> SyclOps | None:
 
 @cache
 def _open(device: torch.device) -> SyclOps | str:
-    """Return the operations, or the reason why there are none. Cached for the process, since the result depends on the
-    machine."""
+    """Build the SYCL operations of a device, and return them, or the reason why there are none. The result is cached
+    for the process."""
     from cocodiff_sycl.find import Unavailable
     from cocodiff_sycl.ops import open_cpu, open_xpu
 

@@ -67,7 +67,8 @@ CODED = tuple(MANTISSA)  # the dtypes that are coded; others are sent whole
 
 
 class Known(NamedTuple):
-    """The values of a tensor [B, T, H, D] that both ends know, and the place for its next values."""
+    """The last values of a tensor [B, T, H, D], which sender and receiver both know, and the place for its next
+    values."""
 
     written: Tensor  # where the next values are written; may be the oldest of the known tensors
     last: Tensor | None = None  # the newest values; None at a first call
@@ -76,20 +77,27 @@ class Known(NamedTuple):
 
 
 def least_room(head_dim: int) -> int:
-    """Return the number of bytes per token and head that hold at least the sizes of any block's tiles."""
+    """Return the least number of bytes of a stream's first part per token and head. So many bytes hold at least the
+    sizes of all tiles (groups of 16 strips) of a block.
+
+    Args:
+        head_dim: channels of a head.
+    """
     return 2 * -(-head_dim // (RUN * TILE))
 
 
 def encode_lossless(
     x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
 ) -> None:
-    """Encode x: write the streams of all blocks, and x to `known.written`.
+    """Encode a 16-bit tensor: write the streams of all blocks to `streams`, and the tensor itself to `known.written`.
 
     Args:
-        cut: the blocks.
+        x_BLHD: the tensor.
+        known: its last values.
+        cut: the cut of the tensor into blocks, one for each receiver.
         streams: buffer for the streams, uint8, each at its place by `stream_places`.
         lengths_N: receives the streams' lengths in bytes, int64 [blocks].
-        needed_1: int64 [1], raised to the room that a token and head needs, in sixteenths of a byte.
+        needed_1: int64 [1], raised to the bytes that each token and head needs in a stream, in sixteenths of a byte.
     """
     if not x_BLHD.numel():
         lengths_N.zero_()
@@ -113,13 +121,16 @@ def encode_lossless(
 
 
 def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
-    """Write the lengths of received streams in bytes to `lengths_N`, int64 [blocks], from the sizes of their tiles.
+    """Write the lengths of received streams in bytes to `lengths_N`, from the sizes of their tiles that the streams
+    begin with.
 
-    Return what else was found, as `decode_lossless` takes it (nothing in torch).
+    Return what else was found, to be passed to `decode_lossless`: None in torch, the beginnings of tiles in SYCL.
 
     Args:
-        code_BLHW: the streams' first parts, block after block.
+        code_BLHW: the streams' first parts, block after block, W bytes for each token and head.
+        cut: the cut of the tensor into blocks, one for each sender.
         like_BLHD: a tensor with the shape of the decoded one.
+        lengths_N: receives the lengths, int64 [blocks].
     """
     tiles = cut.tiles(code_BLHW.shape, like_BLHD.shape[-1])
     for number, part in enumerate(_first_parts(code_BLHW, cut)):
@@ -136,8 +147,10 @@ def decode_lossless(
     Args:
         code_BLHW: the streams' first parts, as given to `stream_lengths`.
         rests: the streams' second parts, uint8, one after the other in the order of the blocks.
-        lengths_N: the streams' lengths, from `stream_lengths`.
+        lengths_N: the streams' lengths in bytes, from `stream_lengths`.
         found: what `stream_lengths` returned.
+        known: the tensor's last values.
+        cut: the cut of the tensor into blocks, one for each sender.
     """
     written, lengths, whole, taken = known.written, lengths_N.tolist(), list[Tensor](), 0
     if not written.numel():
@@ -163,7 +176,12 @@ def decode_lossless(
 
 
 def _first_parts(code_BLHW: Tensor, cut: Cut) -> Sequence[Tensor]:
-    """Return the first part of every block's stream."""
+    """Return the first part of every block's stream, as views of the received buffer.
+
+    Args:
+        code_BLHW: the first parts of all streams, W bytes for each token and head.
+        cut: the cut of the tensor into blocks.
+    """
     width = code_BLHW.shape[-1]
     return code_BLHW.flatten().split_with_sizes([count * width for count in cut.cells(code_BLHW.shape)])
 
@@ -177,24 +195,30 @@ def _exponent(x: Tensor) -> Tensor:
 
 
 def _order(bits: Tensor) -> Tensor:
-    """Map 16 bits, given as int32 with their sign, to the order of floats. It is its own inverse."""
+    """Map the bits of 16-bit floats to integers in the order of the floats, or back: the function is its own inverse.
+
+    Args:
+        bits: int32, the 16 bits with their sign.
+    """
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
 def _fold(difference: Tensor, bits: int) -> Tensor:
-    """Wrap int32 differences modulo 2**bits and fold them to non-negative numbers."""
+    """Wrap int32 differences modulo 2**bits, and fold them to non-negative numbers: 0, -1, 1, -2, ... become 0, 1, 2,
+    3, ..."""
     half = 1 << (bits - 1)
     wrapped = ((difference + half) & (2 * half - 1)) - half
     return (wrapped << 1) ^ (wrapped >> 31)
 
 
 def _unfold(folded: Tensor) -> Tensor:
-    """Invert `_fold`."""
+    """Return the differences that `_fold` made non-negative numbers of, apart from multiples of 2**bits."""
     return (folded >> 1) ^ -(folded & 1)
 
 
 class _Columns:
-    """The state of all strips while an end goes through their tokens.
+    """The state of all strips while they are coded or decoded, token by token. A strip is 8 numbers of each of up to 32
+    consecutive tokens of a block.
 
     The order of calls is `begin`; then for each token `expect`, `folded` or `unfolded`, and `learn`.
     """
@@ -202,6 +226,12 @@ class _Columns:
     parameter_S8: Tensor  # k of the expected token's codes, int32
 
     def __init__(self, strips: _Strips, known: Known) -> None:
+        """Start before the first token.
+
+        Args:
+            strips: the strips of the tensor.
+            known: the tensor's last values.
+        """
         self._dtype, self._known = known.written.dtype, known.last is not None
         self._mantissa, self._bias = MANTISSA[self._dtype], BIAS[self._dtype]
         (S, *_), device = strips.where_SL8.shape, known.written.device
@@ -214,7 +244,8 @@ class _Columns:
                 self._factor_S1 = torch.full((S, 1), known.factor, device=device)
 
     def _look(self, token: int) -> None:
-        """Compute the forecast of a token."""
+        """Forecast the numbers of one token in all strips, from the last values and what was learned of the tokens
+        before."""
         self._token = token
         if self._known:
             self._continued_S8 = self._last_SL8[:, token].float()
@@ -223,16 +254,21 @@ class _Columns:
             self._forecast_S8 = self._continued_S8 + self._weight_S1 * self._gap_S8
 
     def header(self, x_S8: Tensor) -> Tensor:
-        """Return h of every strip from its first token, int32."""
+        """Return the number that each strip's stream begins with, int32 [strips]: the exponent bits of the size of its
+        first token's errors.
+
+        Args:
+            x_S8: the numbers of the first token in each strip, [strips, 8].
+        """
         self._look(0)
         return _exponent(sum_of((x_S8.float() - self._forecast_S8).abs()) * 6)
 
     def begin(self, header_S: Tensor) -> None:
-        """Set the expected size of errors at the first token."""
+        """Set the expected size of errors at the first token from the headers of the strips, int32 [strips]."""
         self._size_S8 = (header_S << 23).view(torch.float32)[:, None].expand(-1, RUN)
 
     def expect(self, token: int) -> None:
-        """Compute the prediction and the code parameter of a token."""
+        """Compute the prediction and the code parameter of one token, by its index in the strips."""
         self._look(token)
         if not self._known:
             self._expected_S8 = _exponent(self._size_S8 * 0.7) - 5 - self._bias
@@ -246,7 +282,12 @@ class _Columns:
         self.parameter_S8 = parameter_S8.clamp(0, 15)
 
     def folded(self, x_S8: Tensor) -> Tensor:
-        """Return z of a token's numbers, int32."""
+        """Return the numbers that are coded for one token: its differences from the prediction, folded to non-negative
+        int32 [strips, 8].
+
+        Args:
+            x_S8: the token's numbers in each strip, [strips, 8].
+        """
         bits_S8, sign = x_S8.view(torch.int16).to(torch.int32), 1 << self._mantissa
         if self._known:
             return _fold(_order(bits_S8) - self._expected_S8, 16)
@@ -255,7 +296,11 @@ class _Columns:
         return _fold(self._expected_S8 - exponent_S8, 15 - self._mantissa) << (self._mantissa + 1) | low_S8
 
     def unfolded(self, z_S8: Tensor) -> Tensor:
-        """Return the bits of x for z, int32 with their sign."""
+        """Return one token's numbers as bits, int32 with their sign [strips, 8], from the decoded differences.
+
+        Args:
+            z_S8: the differences as `folded` returns them, [strips, 8].
+        """
         if self._known:
             order_S8 = self._expected_S8 + _unfold(z_S8)
             return _order(((order_S8 + 0x8000) & 0xFFFF) - 0x8000)
@@ -265,7 +310,11 @@ class _Columns:
         return bits_S8 - ((z_S8 & 1) << 15)
 
     def learn(self, x_S8: Tensor) -> None:
-        """Update the weights and the size of errors from a token's numbers."""
+        """Update the weights and the expected size of errors from one token, once both ends know its numbers.
+
+        Args:
+            x_S8: the token's numbers in each strip, [strips, 8].
+        """
         error_S8 = x_S8.float() - self._forecast_S8
         own_S8, follows = error_S8.abs(), self._factor_S1 is not None
         summed = [own_S8, error_S8 * self._gap_S8, *([error_S8 * self._change_SL8[:, self._token]] if follows else [])]
@@ -285,11 +334,15 @@ class _Columns:
 
 
 class _Strips:
-    """The strips of all blocks of a tensor, as indices. S counts strips and T tiles, block after block.
+    """The places of all strips of a tensor, in the tensor and in its streams, as index tensors.
+
+    A strip is 8 numbers of each of up to 32 consecutive tokens of a block, a tile is 16 strips of a block. S counts
+    strips and T tiles, block after block.
 
     Args:
-        shape: of the tensor, [B, T, H, D].
-        cut: the blocks.
+        shape: shape of the tensor, [B, tokens, H, D].
+        cut: the cut of the tensor into blocks.
+        device: the device of the index tensors.
     """
 
     def __init__(self, shape: tuple[int, ...], cut: Cut, device: torch.device) -> None:
@@ -324,33 +377,41 @@ class _Strips:
         self.sizes_T = (torch.bincount(self.tile_S, minlength=sum(self._tiles)) + 1) // 2
 
     def taken(self, x_BLHD: Tensor) -> Tensor:
-        """Return a tensor's numbers in strips, [S, L, 8], with zeros for missing ones."""
+        """Return a tensor's numbers arranged in strips, [strips, tokens, 8], with zeros for missing ones."""
         flat = x_BLHD.contiguous().view(torch.int16).flatten()
         return flat[self.where_SL8.clamp(min=0)].masked_fill_(~self.there_SL8, 0).view(x_BLHD.dtype)
 
     def tiles_at(self, words_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of tiles and of their sizes in all streams, one after the other, in words.
+        """Return (the place of each tile, the place of each tile's size) in all streams one after the other, in words
+        of 2 bytes.
 
         Args:
-            words_T: number of words of every tile.
+            words_T: number of words of each tile, [tiles].
         """
         before_T = words_T.cumsum(0) - words_T
         sizes_at_T = before_T[self.first_T] + torch.arange(len(words_T), device=words_T.device)
         return before_T + self.until_T, sizes_at_T
 
     def strips_at(self, words_S: Tensor, begin_T: Tensor) -> Tensor:
-        """Return the places of strips, in words.
+        """Return the place of each strip in all streams one after the other, in words of 2 bytes.
 
         Args:
-            words_S: number of words of every strip.
-            begin_T: places of the tiles.
+            words_S: number of words of each strip, [strips].
+            begin_T: the places of the tiles, [tiles].
         """
         before_S = words_S.cumsum(0) - words_S
         first_S = before_S[self.in_tile_S == 0][self.tile_S]
         return (begin_T + self.sizes_T)[self.tile_S] + before_S - first_S
 
     def streams(self, x_SL8: Tensor, z_SL8: Tensor, k_SL8: Tensor, header_S: Tensor) -> list[Tensor]:
-        """Return the streams of all blocks, uint8 each."""
+        """Build the streams of all blocks from the coded differences. Return one uint8 tensor for each block.
+
+        Args:
+            x_SL8: the tensor's numbers in strips, [strips, tokens, 8].
+            z_SL8: their folded differences from the prediction.
+            k_SL8: the parameters of their codes.
+            header_S: the number that each strip begins with.
+        """
         z_SL8 = z_SL8.masked_fill(~self.there_SL8, 0).to(torch.int64)
         code_SL8, width_SL8 = _coded(z_SL8, k_SL8.to(torch.int64))
         width_SL8 = width_SL8.masked_fill(~self.there_SL8, 0)
@@ -382,7 +443,12 @@ _strips_of = lru_cache(maxsize=8)(_Strips)  # for q, k, v and the output at both
 
 
 def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of numbers z with parameters k, and their widths in bits; all int64."""
+    """Return (the Golomb-Rice codes of numbers, their widths in bits), both int64.
+
+    Args:
+        z: the numbers, non-negative.
+        k: the parameter of each number's code.
+    """
     q = z >> k
     further = (q[..., None] - UNARY + 1 >= 2 << torch.arange(16, device=z.device)).sum(-1)  # n
     ones = torch.where(q < UNARY, q, UNARY + further)
@@ -394,7 +460,13 @@ def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _put(found: Tensor, begins: Tensor, values: Tensor) -> None:
-    """Add values to bytes (int64), beginning at these bits, which nothing else uses."""
+    """Add values to an array of bytes, given as int64, at positions in bits that nothing else uses.
+
+    Args:
+        found: the bytes, which are changed.
+        begins: position of each value's first bit.
+        values: the values, of at most 28 bits.
+    """
     shifted = values << (begins & 7)
     for byte in range(REACH):
         found.index_add_(0, (begins >> 3) + byte, shifted >> 8 * byte & 255)
@@ -402,8 +474,8 @@ def _put(found: Tensor, begins: Tensor, values: Tensor) -> None:
 
 @lru_cache(maxsize=4)
 def _beginnings(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, by a code's lowest bits: its number of ones, the constant part of its width, and how often k adds to the
-    width. All are int64."""
+    """Return three int64 tables by the lowest bits of a code: (its number of ones, the constant part of its width in
+    bits, how often its parameter adds to the width)."""
     bits = torch.arange(1 << LONGEST, device=device)
     ones = torch.stack([(bits + 1) % (1 << count) == 0 for count in range(1, LONGEST + 1)]).sum(0)
     long = ones == LONGEST
@@ -411,9 +483,16 @@ def _beginnings(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Codes:
-    """The streams of all strips while they are read."""
+    """The streams of all strips of a tensor while they are read, token by token."""
 
     def __init__(self, strips: _Strips, streams: Tensor, lengths: Sequence[int]) -> None:
+        """Find where each strip begins, and read the strips that are not coded.
+
+        Args:
+            strips: the strips of the tensor.
+            streams: all streams one after the other, uint8.
+            lengths: length of each stream in bytes.
+        """
         padded = torch.nn.functional.pad(streams, (0, 8)).to(torch.int64)
         places = [padded[byte : byte + len(padded) - REACH + 1] << 8 * byte for byte in range(REACH)]
         self._from_byte = torch.stack(places).sum(0)  # the 40 bits that begin at each byte
@@ -436,15 +515,16 @@ class _Codes:
         self.raw_SL8[raw] = found.to(torch.int32)
 
     def _peek(self, at: Tensor) -> Tensor:
-        """Return the bits from these positions on, at least 32 of them, int64."""
+        """Return the bits that begin at each of the given positions, at least 32 of them, int64."""
         return self._from_byte[at >> 3] >> (at & 7)
 
     def take(self, k_S8: Tensor, there_S8: Tensor) -> Tensor:
-        """Return the next z of every strip, int32, and move on. It is 0 where there is no code.
+        """Decode the next token's numbers in every strip, and move on. Return them as int32 [strips, 8]; 0 if there is
+        no code.
 
         Args:
-            k_S8: parameters of the codes.
-            there_S8: True where the strip has a number.
+            k_S8: parameters of the codes, [strips, 8].
+            there_S8: True if the strip has a number at this token, [strips, 8].
         """
         k_S8, used_S8, held = k_S8.long(), (self._coded_S[:, None] & there_S8).long(), list[Tensor]()
         for number in range(RUN):

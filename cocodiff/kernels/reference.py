@@ -17,8 +17,15 @@ from torch import Tensor
 
 
 def _of(codec: str, op: str) -> Callable[..., Any]:
-    """Return an operation that imports `cocodiff.kernels.residual` or `lossless` when it is first called. An exact run
-    without a codec imports neither."""
+    """Return a method of `TorchOps` that calls a function of the same name in another module, which is imported at its
+    first call.
+
+    An exact run without a codec imports neither of these modules that way.
+
+    Args:
+        codec: the module, "residual" or "lossless" of `cocodiff.kernels`.
+        op: name of the operation.
+    """
 
     def run(_: TorchOps, *arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f"cocodiff.kernels.{codec}"), op)(*arguments, **options)
@@ -27,19 +34,27 @@ def _of(codec: str, op: str) -> Callable[..., Any]:
 
 
 class TorchOps:
-    """The operations as torch calls. `cocodiff_sycl.ops.SyclOps` has the same signatures and results."""
+    """The engine's operations on tensors, computed by torch. `cocodiff_sycl.ops.SyclOps` has the same signatures and
+    results."""
 
     def pack(self, messages: Sequence[Sequence[Tensor]], buffers: Sequence[Tensor]) -> None:
-        """Copy each message's pieces, one after the other, into its contiguous one-dimensional buffer.
+        """Copy each message's tensors, one after the other, into its contiguous one-dimensional send buffer.
 
-        Pieces have one to four dimensions and any strides, except that the last stride is 1.
+        Args:
+            messages: for each message its tensors, of one to four dimensions and any strides, except that the last
+                stride is 1.
+            buffers: one buffer for each message, which is filled.
         """
         self.gather_pack(messages, buffers)
 
     def gather_pack(self, messages: Sequence[Sequence[Tensor | Rows]], buffers: Sequence[Tensor]) -> None:
-        """Copy pieces into buffers like `pack`, where a piece may also be chosen rows (`Rows`).
+        """Copy each message's tensors, or chosen rows of tensors, one after the other into its send buffer, as `pack`
+        does.
 
-        If rows have a reference, they are written there as well.
+        Args:
+            messages: for each message its tensors. Those given as `Rows` are gathered, and also written to their
+                reference if they have one.
+            buffers: one buffer for each message, which is filled.
         """
         for pieces, buffer in zip(messages, buffers, strict=True):
             start = 0
@@ -49,26 +64,37 @@ class TorchOps:
                 start = end
 
     def unpack(self, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> None:
-        """Copy parts of received buffers to slices of larger tensors, each of which has its part's shape."""
+        """Copy the parts of received buffers to their places in larger tensors.
+
+        Args:
+            parts: views of received buffers, or `Rows` of them.
+            targets: for each part the slice that it is written to, of the part's shape.
+        """
         for part, target in zip(parts, targets, strict=True):
             _copy(part, target)
 
     def scatter_rows(self, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]) -> None:
-        """Write rows [K, H, D] of each tensor to rows `index_K` of its cache [R, H, D].
+        """Write rows of several tensors to given rows of their caches, as received tokens of q, k and v to V-Major's
+        caches.
 
         Args:
-            index_K: int64 [K], each row at most once.
+            rows: tensors of K rows, [K, H, D].
+            index_K: the K rows of a cache that are written, int64, each row at most once.
+            caches: for each tensor its cache of R rows, [R, H, D].
         """
         for rows_KHD, cache_RHD in zip(rows, caches, strict=True):
             cache_RHD.index_copy_(0, index_K, rows_KHD)
 
     def l1_score(self, v_BLHD: Tensor, reference_BLHD: Tensor, renew: bool = False) -> Tensor:
-        """Return the change and the norm of every token, float32 [2, B, L] (CoCoDiff section III-D).
+        """Return the change and the norm of every token of v for V-Major's choice, float32 [2, B, L] (CoCoDiff section
+        III-D).
 
         The change is the L1 distance of v to its reference, the norm is the L1 norm of the reference. Both are sums
         over heads and channels in float64, rounded once.
 
         Args:
+            v_BLHD: the values of this call.
+            reference_BLHD: the values that v is compared with.
             renew: True to copy v into `reference_BLHD` after the comparison.
         """
         scores_2BL = torch.empty(2, *v_BLHD.shape[:2], device=v_BLHD.device)
@@ -87,21 +113,20 @@ class TorchOps:
         layout: str,
         round_before_weight: bool = True,
     ) -> Tensor:
-        """Return q or k after RMSNorm over D, its weight and the rotary embedding: [B, L, H, D], contiguous.
+        """Return q or k after RMSNorm over each head's channels, its weight and the rotary embedding: [B, L, H, D],
+        contiguous.
 
         Results are rounded to the dtype after the weight and after the rotation. The mean square is summed in float64
         and rounded to float32.
 
         Args:
-            epsilon: of RMSNorm; None for no normalisation.
+            x_BLHD: q or k.
+            weight_D: the weight of RMSNorm; None for none.
+            epsilon: the epsilon of RMSNorm; None for no normalisation.
             rotary: the tables that `layout` takes, float32 [L, D] (complex64 [L, D / 2] for "complex").
-            layout: one of these:
-
-                pairs    cos, sin   rotates channels 2i and 2i + 1 together (FLUX);
-                halves   cos, sin   rotates channels i and i + D / 2 together;
-                complex  one table  as pairs, cos + i sin (Qwen-Image);
-                none     no table   no rotation (SD3).
-
+            layout: "pairs" (cos, sin): rotates channels 2i and 2i + 1 together, as FLUX; "halves" (cos, sin): rotates
+                channels i and i + D / 2 together; "complex" (one table, cos + i sin): as pairs, as Qwen-Image; "none"
+                (no table): no rotation, as SD3.
             round_before_weight: True to round before the weight too, as diffusers' RMSNorm does and torch's does not.
         """
         if epsilon is not None:
@@ -156,7 +181,8 @@ class TorchOps:
 
 
 def _copy(piece: Tensor | Rows, target: Tensor) -> None:
-    """Copy a tensor, or gather chosen rows, into `target`, and write chosen rows to their reference too."""
+    """Copy a tensor, or gather chosen rows of one, into `target`. Chosen rows are also written to their reference if
+    they have one."""
     if isinstance(piece, Tensor):
         target.copy_(piece)
         return

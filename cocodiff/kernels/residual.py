@@ -65,7 +65,7 @@ FIRST_STEP = 13 / 32  # with 2 bits, as a fraction of the largest |d|: nearly th
 
 
 class Prediction(NamedTuple):
-    """The way in which x is predicted."""
+    """The way in which the residual codec predicts a tensor x from its reconstructions."""
 
     factor: float = 0.0  # of the linear continuation
     linear: bool = False  # True to continue linearly; False to predict the newest reconstruction
@@ -73,13 +73,13 @@ class Prediction(NamedTuple):
 
 
 class Reconstructions(NamedTuple):
-    """The reconstructions that sender and receivers hold of a tensor, each [B, L, H, D] in its dtype.
+    """The last values of a tensor as its sender and receivers both hold them, each [B, L, H, D] in its dtype.
 
     Encoding and decoding overwrite the older one with the next one.
     """
 
-    last: Tensor  # the newest
-    before: Tensor | None = None  # the one before it, if it is kept
+    last: Tensor  # the newest reconstruction
+    before: Tensor | None = None  # the reconstruction before it; None if only one is kept
 
     @property
     def older(self) -> Tensor:
@@ -88,36 +88,45 @@ class Reconstructions(NamedTuple):
 
 
 class Onward(NamedTuple):
-    """The operand that decoding writes for a displaced call: the new reconstruction, continued by one more step."""
+    """The request to write the operand of a displaced call while decoding: the new reconstruction, continued by one
+    more step."""
 
-    factor: float  # of this continuation
-    out_BLHD: Tensor  # where it is written, [B, L, H, D]
+    factor: float  # factor of this linear continuation
+    out_BLHD: Tensor  # tensor that the operand is written to, [B, L, H, D]
 
 
 def coded_width(head_dim: int, bits: int) -> int:
-    """Return the number of bytes that one head of one token takes as a code."""
+    """Return the number of bytes that one head of one token takes as a code, with its scales.
+
+    Args:
+        head_dim: channels of a head.
+        bits: bits of the code of one channel.
+    """
     return math.ceil(head_dim * bits / 8) + groups_of(head_dim)
 
 
 def groups_of(head_dim: int) -> int:
-    """Return the number of groups of one head."""
+    """Return the number of groups of channels in one head, each of which has a scale of its own."""
     return math.ceil(head_dim / GROUP)
 
 
 def encode_residual(
     x_BLHD: Tensor, known: Reconstructions, how: Prediction, bits: int, code_BLHW: Tensor, notes_N: Tensor
 ) -> None:
-    """Encode x into `code_BLHW` (uint8) and write the next reconstruction over the older one.
+    """Encode a tensor as its difference to a prediction, and write the next reconstruction over the older one.
 
-    These are added to `notes_N`, int64 [NOTES]:
+    So 2 ** ([2] / (8 * [3])) of `notes_N` is the relative change of x, as a geometric mean over groups of channels.
 
-        [0]  the number of groups that no scale fits (not finite, or larger than the largest step);
-        [1]  nothing: it belongs to the lossless codec;
-        [2]  with `how.measure`, the sum over groups of the size byte of x's difference to the newest reconstruction,
-             minus the size byte of x, regardless of how x is predicted;
-        [3]  with `how.measure`, the number of groups.
-
-    So 2 ** ([2] / (8 * [3])) is the relative change of x, as a geometric mean over groups.
+    Args:
+        x_BLHD: the tensor.
+        known: its reconstructions, of which the older one is overwritten.
+        how: the way to predict x.
+        bits: bits of the code of one channel: 2, 4 or 8.
+        code_BLHW: receives the code, uint8, W bytes for each token and head.
+        notes_N: counters, int64 [NOTES], to which these numbers are added. [0]: the number of groups that no scale fits
+            (not finite, or larger than the largest step). [1]: nothing, as it belongs to the lossless codec. [2], with
+            `how.measure`: the sum over groups of the size byte of x's difference to the newest reconstruction, minus
+            the size byte of x, regardless of how x is predicted. [3], with `how.measure`: the number of groups.
     """
     x = x_BLHD.float()
     predicted = _predicted(known, how.factor if how.linear else None)
@@ -139,10 +148,13 @@ def encode_residual(
 
 
 def note_change(x_BLHD: Tensor, last_BLHD: Tensor, notes_N: Tensor) -> None:
-    """Add the relative change of a tensor that is sent uncoded to notes [2] and [3], as `encode_residual` does with
-    `how.measure`.
+    """Measure how much a tensor that is sent uncoded has changed since its last values, then copy it over these values.
 
-    Then copy x into `last_BLHD`.
+    Args:
+        x_BLHD: the tensor.
+        last_BLHD: its last values, which are overwritten.
+        notes_N: counters, int64 [NOTES]. The change is added to [2] and [3], as `encode_residual` does with
+            `how.measure`.
     """
     x = x_BLHD.float()
     _note_sizes(_in_groups(x - last_BLHD.float()), x, notes_N)
@@ -156,7 +168,11 @@ def decode_residual(
     it.
 
     Args:
-        factor: of the linear continuation that predicted x; None if the newest reconstruction did.
+        code_BLHW: the code, uint8, W bytes for each token and head.
+        known: the receiver's reconstructions, of which the older one is overwritten.
+        factor: factor of the linear continuation that predicted x; None if the newest reconstruction did.
+        bits: bits of the code of one channel: 2, 4 or 8.
+        onward: the operand of a displaced call to write as well; None for none.
     """
     D = known.last.shape[-1]
     width = math.ceil(D * bits / 8)
@@ -169,19 +185,35 @@ def decode_residual(
 
 
 def continue_linearly(last_BLHD: Tensor, before_BLHD: Tensor, onward: Onward) -> None:
-    """Write the operand that continues two reconstructions linearly."""
+    """Write the operand that continues two reconstructions linearly, for a displaced call that decodes nothing.
+
+    Args:
+        last_BLHD: the newest reconstruction.
+        before_BLHD: the reconstruction before it.
+        onward: the factor of the continuation, and the tensor that is written.
+    """
     _write(onward.out_BLHD, _continued(Reconstructions(last_BLHD, before_BLHD), onward.factor))
 
 
 def _predicted(known: Reconstructions, factor: float | None) -> Tensor:
-    """Return the prediction, limited in magnitude, in float32."""
+    """Return the prediction of a tensor, limited to +-LIMIT, in float32.
+
+    Args:
+        known: its reconstructions.
+        factor: factor of a linear continuation; None to predict the newest reconstruction.
+    """
     forecast = _continued(known, factor)
     low = torch.tensor(-LIMIT, device=forecast.device)
     return torch.fmin(torch.fmax(forecast, low), -low)
 
 
 def _continued(known: Reconstructions, factor: float | None) -> Tensor:
-    """Return the newest reconstruction, or its linear continuation by `factor`, in float32."""
+    """Return the newest reconstruction, or its linear continuation if there is a factor and an older one, in float32.
+
+    Args:
+        known: the reconstructions.
+        factor: factor of the linear continuation; None for none.
+    """
     last = known.last.float()
     if factor is None or known.before is None:
         return last
@@ -198,22 +230,31 @@ def _write_state(known: Reconstructions, predicted_BLHD: Tensor, values_GC: Tens
     """Write the next reconstruction, the sum of prediction and decoded residual, over `known.older`.
 
     Args:
+        known: the reconstructions.
         predicted_BLHD: the prediction, float32.
-        values_GC: the decoded residual, [B, L, H, groups, 32]. Channels after the last of a head are left out.
+        values_GC: the decoded residual in groups of channels, [B, L, H, groups, 32]. Channels after the last of a head
+            are left out.
     """
     target = known.older
     _write(target, predicted_BLHD + values_GC.flatten(-2)[..., : target.shape[-1]])
 
 
 def _in_groups(x_BLHD: Tensor) -> Tensor:
-    """Return a view or copy [B, L, H, groups, 32], the last group filled up with zeros."""
+    """Return a tensor with its channels in groups of 32, [B, L, H, groups, 32], a view or a copy. The last group is
+    filled up with zeros."""
     missing = -x_BLHD.shape[-1] % GROUP
     padded = torch.nn.functional.pad(x_BLHD, (0, missing)) if missing else x_BLHD
     return padded.unflatten(-1, (-1, GROUP))
 
 
 def _scale_bytes(residual_GC: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the scale byte of every group (int32), and the number of groups that no scale fits."""
+    """Return (the scale byte of every group of channels, int32; the number of groups that no scale fits).
+
+    Args:
+        residual_GC: differences to the prediction, [..., groups, 32].
+        D: channels of a head.
+        bits: bits of the code of one channel.
+    """
     size_GC = residual_GC.abs()
     largest_G = _largest(size_GC)
     not_finite_G = ~torch.isfinite(largest_G)
@@ -227,34 +268,58 @@ def _scale_bytes(residual_GC: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor
 
 
 def _note_sizes(residual_GC: Tensor, x_BLHD: Tensor, notes_N: Tensor) -> None:
-    """Add to notes [2] and [3] the size of residuals relative to x."""
+    """Add to the counters [2] and [3] of `notes_N` how large residuals are relative to the tensor, and the number of
+    groups.
+
+    Args:
+        residual_GC: the residuals in groups of channels, [..., groups, 32].
+        x_BLHD: the tensor, float32.
+        notes_N: counters, int64 [NOTES].
+    """
     difference_G = _size_byte(residual_GC) - _size_byte(_in_groups(x_BLHD))
     notes_N[2] += difference_G.sum()
     notes_N[3] += difference_G.numel()
 
 
 def _size_byte(values_GC: Tensor) -> Tensor:
-    """Return the size byte of every group."""
+    """Return the size byte of every group of channels: the largest magnitude in it on a logarithmic scale, 8 to an
+    octave.
+
+    Args:
+        values_GC: numbers in groups of channels, [..., groups, 32].
+    """
     # NaN counts as infinity, because some of its bit patterns would overflow.
     return _byte_above(_largest(values_GC.abs()).nan_to_num_(math.inf, math.inf)).clamp_(0, LARGEST)
 
 
 def _largest(size_GC: Tensor) -> Tensor:
-    """Return the largest number of every group, where NaN counts as larger than infinity. Bit patterns are compared."""
+    """Return the largest number of every group. NaN counts as larger than infinity, since bit patterns are compared.
+
+    Args:
+        size_GC: non-negative float32 numbers in groups of channels, [..., groups, 32].
+    """
     return size_GC.contiguous().view(torch.int32).amax(-1).view(torch.float32)
 
 
 def _byte_above(step_G: Tensor, round_up: int = 0xFFFFF) -> Tensor:
-    """Return the byte of the smallest step that is not below `step_G`; outside of 1 to 254 if there is none.
+    """Return the scale byte of the smallest step that is not below the given one. It is outside of 1 to 254 if there is
+    none.
 
     Args:
+        step_G: a step for each group of channels, float32.
         round_up: added before the low bits are cut off; the default rounds up, 0x7FFFF to the nearest.
     """
     return ((step_G.view(torch.int32) + round_up) >> 20) - ((127 + LOWEST) << 3) + 1
 
 
 def _best_of_two_bits(size_GC: Tensor, largest_G: Tensor, D: int) -> Tensor:
-    """Return the scale byte of every group whose step has the least squared error in 2 bits."""
+    """Return, for every group of channels, the scale byte whose step has the least squared error in 2 bits.
+
+    Args:
+        size_GC: magnitudes of the residuals, [..., groups, 32].
+        largest_G: the largest one of each group.
+        D: channels of a head.
+    """
     groups = groups_of(D)
     channels_G = torch.full((groups,), GROUP, dtype=torch.float32, device=size_GC.device)
     channels_G[-1] = D - GROUP * (groups - 1)
@@ -270,13 +335,13 @@ def _best_of_two_bits(size_GC: Tensor, largest_G: Tensor, D: int) -> Tensor:
 
 
 def _middle_below(byte_G: Tensor) -> Tensor:
-    """Return the middle between a byte's step and the next smaller one."""
+    """Return the middle between the step of each scale byte and the next smaller step."""
     return (_steps(byte_G - 1) + _steps(byte_G)) / 2
 
 
 def sum_of(x_GC: Tensor) -> Tensor:
-    """Sum over the last dimension, whose size is a power of 2, in a fixed order: upper half added to lower half, and so
-    on."""
+    """Return sums over the last dimension, whose size is a power of 2. They are added in a fixed order: upper half to
+    lower half, and so on."""
     while x_GC.shape[-1] > 1:
         low_GC, high_GC = x_GC.chunk(2, -1)
         x_GC = low_GC + high_GC
@@ -284,19 +349,32 @@ def sum_of(x_GC: Tensor) -> Tensor:
 
 
 def _steps(scale_G: Tensor) -> Tensor:
-    """Return the step of every scale byte. The results for 0 and 255 are not used."""
+    """Return the quantisation step of every scale byte, float32. The results for 0 and 255 are not used."""
     return ((scale_G.to(torch.int32) - 1 + ((127 + LOWEST) << 3)) << 20).view(torch.float32)
 
 
 def _values(code_GC: Tensor, step_G: Tensor, scale_G: Tensor, bits: int) -> Tensor:
-    """Return the values that codes add to the prediction."""
+    """Return the numbers that codes stand for, to be added to the prediction, float32 [..., groups, 32]. They are NaN
+    in groups with the scale byte for values that are not finite.
+
+    Args:
+        code_GC: codes in groups of channels, [..., groups, 32].
+        step_G: the quantisation step of each group.
+        scale_G: the scale byte of each group.
+        bits: bits of a code.
+    """
     value_GC = (code_GC.float() + (0.5 - 2 ** (bits - 1))) * step_G[..., None]
     value_GC = value_GC.masked_fill_((scale_G == 0)[..., None], -0.0)  # changes no prediction, not even -0
     return value_GC.masked_fill_((scale_G == BAD)[..., None], math.nan)
 
 
 def _packed(code_BLHD: Tensor, bits: int) -> Tensor:
-    """Pack int32 codes into bytes, the first one in the lowest bits."""
+    """Pack codes into bytes, the first one in the lowest bits. Return uint8 [B, L, H, bytes].
+
+    Args:
+        code_BLHD: codes, int32.
+        bits: bits of a code: 2, 4 or 8.
+    """
     in_byte = 8 // bits
     code_BLHD = torch.nn.functional.pad(code_BLHD.to(torch.uint8), (0, -code_BLHD.shape[-1] % in_byte))
     packed = code_BLHD[..., ::in_byte].clone()
@@ -306,7 +384,13 @@ def _packed(code_BLHD: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, D: int, bits: int) -> Tensor:
-    """Unpack bytes into codes, uint8 [B, L, H, D]."""
+    """Unpack bytes into codes, uint8 [B, L, H, D].
+
+    Args:
+        packed: the bytes, as `_packed` makes them.
+        D: channels of a head.
+        bits: bits of a code: 2, 4 or 8.
+    """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)[..., :D]
 
@@ -315,15 +399,21 @@ def _unpacked(packed: Tensor, D: int, bits: int) -> Tensor:
 
 
 class Candidates(NamedTuple):
-    """The tokens that V-Major may leave unsent, set by set. A set is the tokens of a card in one batch entry."""
+    """The tokens that V-Major may leave unsent, in sets. A set is the tokens of one card in one batch entry."""
 
-    place_CT: Tensor  # places of the tokens' scores among all scores, and for a threshold of their norms, int64
-    begin_M: Tensor  # every set's first token, and the number of all tokens, int64
+    place_CT: Tensor  # int64 [1 or 2, tokens]: place of each token's score among all scores, then of its norm
+    begin_M: Tensor  # every set's first token, and behind them the number of all tokens, int64
     sizes: tuple[tuple[int, int], ...]  # number of sets of one size that follow each other, and that size in tokens
 
     @classmethod
     def of_sets(cls, places: Sequence[Tensor], device: torch.device) -> Candidates:
-        """Return the candidates of cards whose tokens have these places, [columns, B, N] for every card."""
+        """Build the candidates from the tokens of each card.
+
+        Args:
+            places: for each card an int64 tensor [1 or 2, B, tokens] with the places of its tokens' scores among all
+                scores, then of their norms if a threshold decides.
+            device: the device that the result is on.
+        """
         sizes = [x_CBN.shape[2] for x_CBN in places for _ in range(x_CBN.shape[1])]
         begin_M = torch.tensor([0, *accumulate(sizes)])
         place_CT = torch.cat([x_CBN.flatten(1) for x_CBN in places], 1)
@@ -331,21 +421,23 @@ class Candidates(NamedTuple):
 
 
 class RowOrder(NamedTuple):
-    """The rows of all ranks in the order in which they are sent: by rank, batch entry and place."""
+    """The rows of all ranks in the order in which V-Major sends them: by rank, batch entry and place."""
 
-    token_N: Tensor  # every row's token among the candidates; their number for rows that are always sent, int64
-    last_R: Tensor  # every rank's last row, int64; every rank has one
-    table_KN: Tensor  # K numbers of every row that `compact` returns for the chosen ones, int64
+    token_N: Tensor  # index of each row's token among the candidates; for rows always sent their number, int64
+    last_R: Tensor  # index of every rank's last row, int64; every rank has one
+    table_KN: Tensor  # K numbers about every row, int64; `compact` returns the columns of the rows that are sent
 
 
 def choose(scores: Tensor, among: Candidates, share: float | None, threshold: float) -> Tensor:
-    """Return which of the candidates are active: uint8 [T + 1], of which the last stands for rows always sent.
+    """Choose the tokens that V-Major sends: return uint8 [tokens + 1], 1 for those to send. The last entry, always 1,
+    stands for rows that are always sent.
 
     Args:
-        scores: float32 in one dimension, in which the candidates have their places.
-        share: the floor(N x share) tokens of a set of N with the smallest scores stay, and of equal scores those at
-            the first positions; NaN counts as larger than every number. None to use the threshold.
-        threshold: tokens stay if their score is at most this number times the mean norm of their set.
+        scores: scores, and norms if a threshold decides, of all tokens, float32 in one dimension.
+        among: the tokens to choose among, in sets, with their places in `scores`.
+        share: part of each set that stays unsent: its floor(N * share) tokens with the smallest scores, of equal scores
+            the first ones; NaN counts as larger than every number. None to use the threshold.
+        threshold: tokens stay unsent if their score is at most this number times the mean norm of their set.
     """
     active_T = torch.ones(among.place_CT.shape[1] + 1, dtype=torch.uint8, device=scores.device)
     start = 0
@@ -365,11 +457,14 @@ def choose(scores: Tensor, among: Candidates, share: float | None, threshold: fl
 
 
 def compact(active_T: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
-    """Return the table's columns of the active rows, int64 [K, N] with any numbers behind these rows; and where
-    every rank's rows end among them, int64 [R].
+    """Pick the rows to send from a table, in the order in which they are sent.
+
+    Return (their columns of the table, int64 [K, rows], with any numbers behind the chosen rows; the end of each rank's
+    rows among them, int64 [ranks]).
 
     Args:
-        active_T: uint8, 1 for active candidates, see `choose`.
+        active_T: uint8, 1 for tokens to send, as `choose` returns it.
+        order: the rows of all ranks with their table.
     """
     columns, rows = order.table_KN.shape
     active_N = active_T.index_select(0, order.token_N)

@@ -31,13 +31,26 @@ class KernelTrial(NamedTuple):
 
 
 def try_operations(ops: SyclOps | None, device: torch.device) -> list[KernelTrial]:
-    """Try all operations in all dtypes. SYCL's are compared with torch's on the device; without SYCL torch's with the
-    CPU's."""
+    """Try all operations in all dtypes on small tensors, and compare the results. `cocodiff doctor` reports them.
+
+    Args:
+        ops: the SYCL operations, whose results are compared with torch's on the same device; None to compare torch's
+            results on the device with those on the CPU.
+        device: the device that is tried.
+    """
     return [_try(op, dtype, ops, device) for op in OPS for dtype in STEPS if op not in STREAMED or dtype in CODED]
 
 
 def _try(op: str, dtype: torch.dtype, ops: SyclOps | None, device: torch.device) -> KernelTrial:
-    """Run one operation on both paths and compare the results."""
+    """Run one operation in one dtype in both ways, and compare the results. Return the difference, or the error that it
+    raised.
+
+    Args:
+        op: name of the operation.
+        dtype: dtype of the tensors.
+        ops: the SYCL operations; None to try torch's on the device.
+        device: the device that is tried.
+    """
     name, cpu = str(dtype).removeprefix("torch."), torch.device("cpu")
     try:
         found = _run(op, ops or TorchOps(), dtype, device)
@@ -52,8 +65,15 @@ def _try(op: str, dtype: torch.dtype, ops: SyclOps | None, device: torch.device)
 
 
 def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
-    """Run one operation on random tensors that are the same for every path. Return all tensors that it returned or
-    wrote."""
+    """Run one operation on random tensors, the same ones for all implementations. Return all tensors that it returned
+    or wrote.
+
+    Args:
+        op: name of the operation.
+        ops: the implementation to run.
+        dtype: dtype of the tensors.
+        device: the device that it runs on.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -93,7 +113,16 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
 
 
 def _chosen(op: str, ops: SyclOps | TorchOps, scores_2L: Tensor) -> list[Tensor]:
-    """Choose among two cards' tokens by share and by threshold, or order the rows of what torch chose."""
+    """Run one of V-Major's two operations that choose tokens, on two cards' tokens, by share and by threshold. Return
+    all tensors that it returned.
+
+    Rows are always ordered (`compact`) from tokens that torch chose.
+
+    Args:
+        op: "choose" or "compact".
+        ops: the implementation to run.
+        scores_2L: scores and norms of L tokens, float32.
+    """
     device, cards = scores_2L.device, torch.arange(2 * L).view(2, 1, L).split((L // 3, L - L // 3), 2)
     among, values = Candidates.of_sets(cards, device), scores_2L.abs().flatten()
     chooser = ops if op == "choose" else TorchOps()
@@ -109,12 +138,14 @@ def _chosen(op: str, ops: SyclOps | TorchOps, scores_2L: Tensor) -> list[Tensor]
 def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructions) -> list[Tensor]:
     """Run an operation of the residual codec in 2, 4 and 8 bits. Return all tensors that were written.
 
-    Values are predicted from the two known reconstructions. To decode, the code is always made by torch, so that every
-    path decodes the same one.
+    Values are predicted from the two known reconstructions. For decoding, the code is always made by torch, so that
+    both implementations decode the same one.
 
     Args:
         op: "encode_residual" or "decode_residual".
-        ops: the operations to try.
+        ops: the implementation to try.
+        x_BLHD: the tensor to code.
+        known: the two last reconstructions of it.
     """
     assert known.before is not None
     found = []
@@ -133,8 +164,18 @@ def _coded(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, known: Reconstructi
 
 
 def _streamed(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, last_BLHD: Tensor, before_BLHD: Tensor) -> list[Tensor]:
-    """Run an operation of the lossless codec on two blocks of rows, with a continuation. Decoding reads what torch
-    encoded, most of it from the streams' second parts."""
+    """Run an operation of the lossless codec on a tensor in two blocks of rows. Return all tensors that were written.
+
+    Values are predicted by continuing the two last ones. For decoding, the streams are always made by torch, and most
+    of each is in its second part.
+
+    Args:
+        op: "encode_lossless", "stream_lengths" or "decode_lossless".
+        ops: the implementation to try.
+        x_BLHD: the tensor to code.
+        last_BLHD: its values at the last call.
+        before_BLHD: its values at the call before that.
+    """
     cut, device = Cut(1, (L - 1, 1)), x_BLHD.device
     cells, width = cut.cells(x_BLHD.shape), least_room(D) + 1
     places, written = stream_places(cells, D), [before_BLHD.clone() for _ in range(2)]
