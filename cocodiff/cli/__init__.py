@@ -1,1 +1,1 @@
-"""The command line. `main` finds a subcommand's module by its name, here or in the harness."""
+"""The command line. `main` finds a subcommand's module by its name, here or in other packages."""

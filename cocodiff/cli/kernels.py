@@ -15,7 +15,12 @@ ABOUT = "Compiles the SYCL kernels for this machine."
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run the subcommand, and return its exit code."""
+    """Run `cocodiff kernels build` with its options, and return its exit code.
+
+    Args:
+        words: the action and its options.
+        launch: how this process was started.
+    """
     if not words or words[0] in ("-h", "--help"):
         say(f"usage: cocodiff kernels build [--help] [options]\n\n{ABOUT}")
         return 0

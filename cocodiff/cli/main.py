@@ -45,8 +45,11 @@ COMMANDS = {
 
 
 def program() -> NoReturn:
-    """Run `main` and end the process. Later signals are ignored, since the work is done. While Python ends, they would
-    print a traceback or kill the process."""
+    """Run the command that the process was started with, and end the process with its exit code.
+
+    Signals that arrive after the work are ignored, since they would print a traceback or kill the process while Python
+    ends.
+    """
     keep_interrupts()
     code = main()
     ignore_stops()
@@ -54,7 +57,11 @@ def program() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code; 141, as after SIGPIPE, if the reader of the output has closed it."""
+    """Run a subcommand and return its exit code; 141, as after SIGPIPE, if the reader of the output has closed it.
+
+    Args:
+        argv: the subcommand and its options; None for the process's own arguments.
+    """
     open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # letters that the terminal does not have are escaped
@@ -70,8 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
-    """Run a subcommand with its options, and return its exit code. launch: by default it is detected in the
-    environment."""
+    """Run a subcommand with its options, and return its exit code. A UserError is printed as one line.
+
+    Args:
+        words: the subcommand and its options.
+        launch: how this process was started; None to detect it from the environment.
+    """
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
         print("\n".join(["usage: cocodiff SUBCOMMAND [--help] [options]", "", *lines]))

@@ -70,7 +70,12 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run the subcommand, and return its exit code."""
+    """Run `cocodiff plan` with its options, and return its exit code.
+
+    Args:
+        words: the options.
+        launch: how this process was started.
+    """
     options = with_settings(OPTIONS, lambda one: one.given == "sweep")
     values = parse("plan", "Says what a run would take, without starting it.", options, words)
     quiet_libraries(values["log_level"])
@@ -87,8 +92,13 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 @contextmanager
 def output_of(values: dict[str, Any]) -> Iterator[tuple[Path | None, dict[str, Any]]]:
-    """Yield the folder of the results (None without `--out`) and the content of plan.json, which is written at the
-    block's end."""
+    """Yield (the folder of the results, or None without --out; the content of plan.json, to be filled in).
+
+    At the end of the block plan.json is written, and the folder gets its final name.
+
+    Args:
+        values: the command's options by name.
+    """
     plan: dict[str, Any] = {"schema": 1}
     if values["out"] is None:
         yield None, plan
@@ -103,7 +113,11 @@ def output_of(values: dict[str, Any]) -> Iterator[tuple[Path | None, dict[str, A
 
 
 def check(values: dict[str, Any]) -> None:
-    """Raise UserError for options that are unfit or do not go together."""
+    """Raise UserError for options that are invalid or do not go together.
+
+    Args:
+        values: the command's options by name.
+    """
     if not values["paper"] and not values["model"]:
         raise UserError("--model is missing: sd3.5, flux.1, flux.2, qwen-image, wan2.2, a .yaml file or a folder")
     check_counts(values, "batch", "steps", "size", "frames", "height", "width", "nodes", "ranks", "branches", "images")
@@ -117,7 +131,13 @@ def check(values: dict[str, Any]) -> None:
 
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
-    """Plan a run: print its memory, partition and time, and put them into `plan`."""
+    """Plan a run: print its memory, partition and time, and add them to the content of plan.json.
+
+    Args:
+        values: the command's options by name.
+        plan: the content of plan.json, which is added to.
+        folder: folder of the results, which further files are written to; None for none.
+    """
     shape = load_shape(values["model"])
     video = video_of(values, shape)
     case, choice = case_of(values, shape, video), None
@@ -153,8 +173,11 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
 
 
 def replicas_line(case: Case) -> str:
-    """Return a line that tells if each rank has memory for the whole run, so that replicas need no exchange. Return ""
-    if they have not, if there is one rank, and if the machine's memory is not known."""
+    """Return a line for the user saying that each rank has memory for the whole run, so that replicas of one rank need
+    no exchange.
+
+    Return "" if the memory does not suffice or is not known, and if there is only one rank.
+    """
     ranks, config = case.topology.size, engine_record().preset("flat", guidance_parallel=1, weights="whole")
     if ranks == 1 or not case.tile:
         return ""
@@ -168,7 +191,13 @@ def replicas_line(case: Case) -> str:
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
-    """Return the ranks on the machine. Raise UserError if a machine of no fixed size has no number of ranks."""
+    """Return the ranks that the options ask for, on their machine.
+
+    Raise UserError if the machine has no fixed size and no number of ranks is given.
+
+    Args:
+        values: the command's options by name.
+    """
     machine = load_machine(values["machine"])
     if values["ranks"] is None and machine.tiles_per_node is None:
         raise UserError(f"machine {machine.name} has no fixed size: add --ranks N")
@@ -176,8 +205,15 @@ def topology_of(values: dict[str, Any]) -> Topology:
 
 
 def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
-    """Return the size of the video, or of the image as a video of one frame. Complete `size` for images. Raise
-    UserError for options of the other kind."""
+    """Return the size of the video that the options ask for; of an image, as a video of one frame.
+
+    For images the default is put into the option `size`. Raise UserError for options that do not belong to what the
+    model makes.
+
+    Args:
+        values: the command's options by name.
+        shape: the sizes of the model.
+    """
     own, names = shape.video, ("frames", "height", "width")
     wrong = next((name for name in (names if own is None else ("size",)) if values[name] is not None), None)
     if wrong is not None:
@@ -190,7 +226,13 @@ def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
 
 
 def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
-    """Return the case to plan, on all ranks. video: its size, see `video_of`."""
+    """Return the case to plan, on all ranks: the model, the settings and the size of a call that the options ask for.
+
+    Args:
+        values: the command's options by name.
+        shape: the sizes of the model.
+        video: the size of the video or image, from `video_of`.
+    """
     text = shape.text_tokens if values["text_tokens"] is None else values["text_tokens"]
     image = shape.image_tokens(video.height) if shape.video is None else shape.video_tokens(video)
     negative, branches = values["negative_tokens"], values["branches"] or shape.branches

@@ -56,7 +56,13 @@ ROWS = {  # rows of the table of memory, with the field of `RankMemory`
 
 
 def record_of(division: Division, values: dict[str, Any], video: Video) -> Document:
-    """Return the description of the case for plan.json. video: its size."""
+    """Return the section "case" of plan.json: model, sizes, preset, machine, ranks and their division.
+
+    Args:
+        division: the plan.
+        values: the command's options by name.
+        video: the size of the video or image.
+    """
     (case,), partition = division.cases, division.partition
     shape, topology = case.shape, case.topology
     return {
@@ -78,11 +84,15 @@ def record_of(division: Division, values: dict[str, Any], video: Video) -> Docum
 
 
 def memory_of(division: Division, video: Video) -> tuple[dict[str, Any], str | None]:
-    """Return the entries of plan.json about memory, and the reason why a rank does not fit a tile (None if it fits or a
-    tile's memory is not known).
+    """Return (the sections of plan.json about memory, the reason why a rank does not fit a tile). The reason is None if
+    it fits or a tile's memory is not known.
 
-    In MiB they are the memory of the fullest rank, of one joint attention of one branch there ("site"), of the fullest
-    node, and of text encoders and VAE. video: its size.
+    Sections are in MiB: the memory of the fullest rank ("rank"), of one of its attention layers in one guidance branch
+    ("site"), of the fullest node ("node"), and of text encoders and VAE.
+
+    Args:
+        division: the plan.
+        video: the size of the video or image.
     """
     (case,), (replicas, guidance), parts = division.cases, division.partition, [*chain(*division.parts[0])]
     topology, shape = case.topology, case.shape
@@ -113,17 +123,24 @@ def memory_of(division: Division, video: Video) -> tuple[dict[str, Any], str | N
 
 
 def in_mib(of: RankMemory, names: Iterable[str]) -> dict[str, float]:
-    """Return some fields in MiB."""
+    """Return some fields of a rank's memory in MiB, by name.
+
+    Args:
+        of: the memory in bytes.
+        names: names of the fields.
+    """
     return {name: getattr(of, name) / MIB for name in names}
 
 
 def peaks_in_mib(peaks: Peaks, rank: RankMemory, tile: int | None, ranks: int) -> dict[str, Any]:
-    """Return the memory of text encoders and VAE for plan.json.
+    """Return the section "peaks_mib" of plan.json: the memory of text encoders and VAE, the latter by the setting
+    `vae`.
 
     Args:
-        rank: memory of the fullest rank in a denoising step
-        tile: bytes of a tile's memory; None if not known
-        ranks: number of ranks on the fullest node
+        peaks: the memory before and after the denoising steps, in bytes.
+        rank: memory of the fullest rank in a denoising step.
+        tile: bytes of a tile's memory; None if not known.
+        ranks: number of ranks on the fullest node.
     """
     of_vae = {}
     for how, peak in peaks.of_vae.items():
@@ -142,7 +159,13 @@ def peaks_in_mib(peaks: Peaks, rank: RankMemory, tile: int | None, ranks: int) -
 
 
 def memory_table(plan: Document, topology: Topology, why: str | None) -> list[str]:
-    """Return the table of memory. why: the reason why a rank does not fit a tile, None if it fits."""
+    """Return the lines that `cocodiff plan` prints about memory: a heading, the table, and what fits.
+
+    Args:
+        plan: the content of plan.json, with its sections about memory.
+        topology: all ranks.
+        why: the reason why a rank does not fit a tile; None if it fits.
+    """
     case, of, peaks = plan["case"], plan["memory_mib"], plan["peaks_mib"]
     frames = "" if case.get("frames", 1) == 1 else f"{case['frames']} frames of "
     height, width = (case.get(name, case["size"]) for name in ("height", "width"))
@@ -186,22 +209,29 @@ def ranks_of_node(topology: Topology) -> int:
 
 
 def pinned_guidance(config: Config) -> int | None:
-    """Return the setting `guidance_parallel`, or None for auto."""
+    """Return the number of guidance branches that the setting `guidance_parallel` fixes; None for auto."""
     return None if config.guidance_parallel == "auto" else int(config.guidance_parallel)
 
 
 def one_replica(case: Case) -> Partition:
-    """Return the partition of a single replica, as the engine divides its ranks by `guidance_parallel`. auto is 2 if
-    the model has two branches and the number of ranks is even."""
+    """Return the division of all ranks as a single replica, with as many guidance branches as the engine would choose
+    by `guidance_parallel`.
+
+    "auto" stands for 2 if the model has two branches and the number of ranks is even.
+    """
     wanted = pinned_guidance(case.config) or (2 if case.topology.size % 2 == 0 else 1)
     return Partition(1, wanted if case.guides else 1)
 
 
 def partitions_of_job(choice: Choice) -> Document:
-    """Return all ways to partition the ranks for plan.json: a row under "deals" for each.
+    """Return the sections "images" and "deals" of plan.json: the number of images, and a row for each way to divide the
+    ranks.
 
     A row has the mesh, memory and predicted times, or the error by which it is impossible. `image_s` and bytes per
     image are of one call of the pipeline, which may make a batch of images.
+
+    Args:
+        choice: all partitions of the ranks, and the one that was chosen.
     """
     rows: list[Document] = []
     for one in choice.listed:
@@ -215,7 +245,12 @@ def partitions_of_job(choice: Choice) -> Document:
 
 
 def partitions_table(deals: Sequence[Document]) -> list[str]:
-    """Return the table of all partitions, with the chosen one marked."""
+    """Return the lines of the table of all partitions of the ranks, with the chosen one marked. Impossible ones follow
+    with their errors.
+
+    Args:
+        deals: the rows of the section "deals" of plan.json.
+    """
     heading = ["replicas", "guidance", "ranks", "ulysses", "ring"]
     rows = [[*heading, "MiB a rank", "fits", "s an image", "images/h", "s in all", *GIGABYTES, ""]]
     refused = []
@@ -233,7 +268,11 @@ def partitions_table(deals: Sequence[Document]) -> list[str]:
 
 
 def gigabytes(sent: Mapping[str, float]) -> list[str]:
-    """Return bytes in GB, as texts by link class."""
+    """Return numbers of bytes in GB as texts, in the order of the link classes.
+
+    Args:
+        sent: bytes by link class.
+    """
     return [f"{sent[link] / 1e9:.2f}" for link in LINK_CLASSES]
 
 
@@ -241,13 +280,22 @@ def gigabytes(sent: Mapping[str, float]) -> list[str]:
 
 
 def say_all(lines: Sequence[str]) -> None:
+    """Print lines on the terminal, if there are any."""
     if lines:
         say("\n".join(lines))
 
 
 def add_times(values: dict[str, Any], division: Division, plan: Document, folder: Path | None) -> None:
-    """Print the times of one replica and add them to the plan; with --compare those of all presets. A folder gets the
-    files of the options."""
+    """Print the predicted times of one replica and add them to the content of plan.json; with --compare also those of
+    all presets.
+
+    Args:
+        values: the command's options by name.
+        division: the plan.
+        plan: the content of plan.json, which is added to.
+        folder: folder of the results, which decisions.yaml, explain.txt and plan.png are written to as the options ask;
+            None for none.
+    """
     (case,), first = division.cases, division.parts[0][0][0]
     topology, config, step = case.topology, first.config, step_json(division.steps[0])
     plan["time"] = step
@@ -290,7 +338,7 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
 
 
 def step_json(step: StepPlan) -> Document:
-    """Return a step for plan.json."""
+    """Return the predicted costs of a step as a section of plan.json, by name."""
     times = ("step_s", "image_s", "steps", "compute_s", "communication_share")
     return {
         **{name: getattr(step, name) for name in times},
@@ -302,7 +350,11 @@ def step_json(step: StepPlan) -> Document:
 
 
 def summary(step: Document) -> list[str]:
-    """Return lines that describe a step."""
+    """Return the lines that `cocodiff plan` prints about a step: its time, an image's time, bytes and waits.
+
+    Args:
+        step: the step's section of plan.json.
+    """
     sent = ", ".join(f"{link} {count / 1e9:.2f}" for link, count in step["bytes_per_step"].items())
     outputs = [f"{link} {count / 1e6:.1f}" for link, count in step["output_bytes_per_step"].items() if count]
     lines = [
@@ -319,7 +371,13 @@ def summary(step: Document) -> list[str]:
 
 
 def beside(coded: Document, uncoded: Document, codec: str) -> str:
-    """Return a line that compares a step with and without a codec or displacement. codec: their names."""
+    """Return a line that compares the time and bytes of a step with and without a codec or displacement.
+
+    Args:
+        coded: the section of plan.json about the step with them.
+        uncoded: the section about the step without them.
+        codec: names of the codec and the kind of displacement.
+    """
     step_s, whole_s = coded["step_s"], uncoded["step_s"]
     sent, whole = (sum(step["bytes_per_step"].values()) for step in (coded, uncoded))
     told = f"without {codec}: {whole_s * 1e3:.1f} ms a step, exact"
@@ -333,10 +391,11 @@ def beside(coded: Document, uncoded: Document, codec: str) -> str:
 
 
 def at_both_ends(division: Division) -> list[Document]:
-    """Return what the plan becomes at both ends of the range of every value that was not measured on the machine.
+    """Return the section "beliefs" of plan.json: the plan at both ends of the range of every value that was not
+    measured on the machine.
 
-    These values are the machine file's beliefs. A row has a step's predicted seconds, and the mesh and codec in words.
-    Ends that are the file's own value have no row.
+    These values are the machine file's beliefs. A row has the value's name, its value at that end, a step's predicted
+    seconds, and mesh and codec in words. Ends that are the file's own value have no row.
     """
     return [
         {
@@ -350,7 +409,15 @@ def at_both_ends(division: Division) -> list[Document]:
 
 
 def ends_table(rows: Sequence[Document], step_s: float, choices: str, machine: str) -> list[str]:
-    """Return lines for the ends that change a step by more than `WORTH_SAYING`, or the mesh or the codec."""
+    """Return the lines about values that were not measured: those ends of their ranges that change a step by more than
+    WORTH_SAYING, or the mesh or the codec.
+
+    Args:
+        rows: the section "beliefs" of plan.json.
+        step_s: seconds of a step with the machine file's values.
+        choices: mesh and codec with these values, in words.
+        machine: name of the machine.
+    """
     table = [["not measured:", "if it is", "ms a step", "times", "then"]]
     for row in rows:
         ratio, other = row["step_s"] / step_s, row["choices"] if row["choices"] != choices else ""
@@ -366,7 +433,8 @@ def ends_table(rows: Sequence[Document], step_s: float, choices: str, machine: s
 
 
 def limits_of_codec(division: Division) -> list[str]:
-    """Return a line for every belief on which it hangs that a codec or displacement pays, or that it does not."""
+    """Return a line for every unmeasured value of the machine file that decides whether a codec or displacement saves
+    time, with the value at which it no longer does (or begins to)."""
     gains = pays(division)
     then = "costs time" if gains else "pays"
     return [
@@ -379,8 +447,15 @@ def limits_of_codec(division: Division) -> list[str]:
 
 
 def compare(division: Division, machine: str, known: Mapping[str, Document]) -> list[Document]:
-    """Return one row for each preset, flat first. A preset that this machine cannot run has an error instead of
-    times."""
+    """Return the section "compare" of plan.json: a row for each preset with its costs, flat first.
+
+    A preset that this machine cannot run has an error instead of times.
+
+    Args:
+        division: the plan, whose settings each preset replaces.
+        machine: the option --machine.
+        known: sections about the steps of presets that are planned already, by preset.
+    """
     rows: list[Document] = []
     (case,) = division.cases
     for name in sorted(preset_names(), key=lambda name: name != "flat"):
@@ -399,7 +474,14 @@ def compare(division: Division, machine: str, known: Mapping[str, Document]) -> 
 
 
 def fastest_at_ends(division: Division, machine: str, rows: Sequence[Document]) -> list[str]:
-    """Return a line for every end of a belief at which other presets are fastest, exact ones and all."""
+    """Return a line for every end of an unmeasured value's range at which another exact preset, or another preset of
+    all, is fastest.
+
+    Args:
+        division: the plan with the machine file's values.
+        machine: the option --machine.
+        rows: the section "compare" of plan.json with these values.
+    """
     lines, now = [], fastest(rows)
     for end in ends_of(division):
         there = fastest(compare(end.division, machine, {}))
@@ -412,7 +494,11 @@ def fastest_at_ends(division: Division, machine: str, rows: Sequence[Document]) 
 
 
 def fastest(rows: Sequence[Document]) -> tuple[str, str]:
-    """Return the names of the fastest exact preset, and of the fastest of all."""
+    """Return (the name of the fastest exact preset, the name of the fastest of all presets).
+
+    Args:
+        rows: the section "compare" of plan.json.
+    """
     timed = [row for row in rows if "step_s" in row]
     exact = [row for row in timed if row["exact"]]
     first, any_of_all = (min(some, key=lambda row: row["step_s"])["preset"] for some in (exact, timed))
@@ -420,7 +506,11 @@ def fastest(rows: Sequence[Document]) -> tuple[str, str]:
 
 
 def compared(rows: Sequence[Document]) -> list[str]:
-    """Return the table of all presets."""
+    """Return the lines of the table of all presets.
+
+    Args:
+        rows: the section "compare" of plan.json.
+    """
     table = [["preset", "ms a step", "s an image", "over flat", "comm.", *GIGABYTES, "memory"]]
     for row in rows:
         if "error" in row:
@@ -438,10 +528,11 @@ def compared(rows: Sequence[Document]) -> list[str]:
 
 
 def explain(case: Case) -> list[str]:
-    """Return lines with the spans of one layer of each kind, on the rank that computes longest, and with rank 0's
-    messages.
+    """Return the lines of --explain: what one layer of each kind does when, on the rank that computes longest, and rank
+    0's messages.
 
-    case: of the part of the ranks that shares a sequence.
+    Args:
+        case: the case of the first ranks that share a sequence.
     """
     lines = []
     for kind, plans in plan_layers(case):
@@ -455,7 +546,8 @@ def explain(case: Case) -> list[str]:
 
 
 def named(kind: CallKind, config: Config) -> str:
-    """Return in words how attention calls of a kind send tensors: how many tokens, coded how, and which displaced.
+    """Return in words how attention calls of a kind send tensors: how many tokens, in which code, and which are
+    displaced.
 
     For instance "50% of the tokens stay" (are not sent), or "coded in int8, q, k displaced" (no call waits for q and
     k).
@@ -471,7 +563,8 @@ def named(kind: CallKind, config: Config) -> str:
 
 
 def messages(case: Case) -> list[str]:
-    """Return lines with the meshes that ranks and heads allow, and rank 0's messages in its Ulysses group.
+    """Return the lines of --explain about messages: the meshes that ranks and heads allow, and what rank 0 sends in its
+    Ulysses group.
 
     The messages are those of q, k or v with all tokens, coded if the settings have a codec.
     """
@@ -494,8 +587,8 @@ def messages(case: Case) -> list[str]:
 
 
 def meshes_table(case: Case) -> list[str]:
-    """Return the table of all meshes with key rings, and of those other rings that are faster, with the chosen one
-    marked."""
+    """Return the lines of the table of all meshes whose rings pass keys round, and of other kinds of rings that are
+    faster, with the chosen one marked."""
     found = price_meshes(case.config.with_(ring="auto", ring_kind="auto", placement="auto"), case.topology, case.work)
     of_keys = by_key((one.mesh.ring, one.seconds) for one in found if one.mesh.kind == "keys")
     sent = ("sibling MB", "plane MB", "cross MB", "node MB", "busiest MB")
@@ -515,7 +608,15 @@ def meshes_table(case: Case) -> list[str]:
 
 
 def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int) -> list[str]:
-    """Return lines with the messages that a slot sends in one phase."""
+    """Return lines with the messages that one rank sends in one phase of an exchange, the first PEERS_SHOWN of them.
+
+    Args:
+        phase: the phase.
+        topology: the ranks of a Ulysses group.
+        slot: index of the rank in the group.
+        layout: the tokens and heads of each rank.
+        cell: bytes of one token and head.
+    """
     lines = []
     for peer, blocks in list(phase.sends.items())[:PEERS_SHOWN]:
         size = sum(layout.rows[block.rows] * layout.heads[block.heads] * cell for block in blocks)
@@ -527,8 +628,14 @@ def sends(phase: Phase, topology: Topology, slot: int, layout: Layout, cell: int
 
 
 def plot_presets(rows: Sequence[Mapping[str, Any]], where: str, path: Path) -> None:
-    """Draw every preset's compute and open communication in a step, and the bytes that it sends over each class of
-    links."""
+    """Draw plan.png: each preset's computation and unhidden communication in a step, and the bytes that it sends over
+    each class of links.
+
+    Args:
+        rows: the section "compare" of plan.json.
+        where: the title: model, batch and ranks.
+        path: file that the picture is written to.
+    """
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if "step_s" in row]

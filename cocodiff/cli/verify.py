@@ -40,7 +40,12 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run the subcommand, and return its exit code."""
+    """Run `cocodiff verify` with its options, and return its exit code.
+
+    Args:
+        words: the options.
+        launch: how this process was started.
+    """
     values = parse("verify", ABOUT, OPTIONS, words)
     check_counts(values, "steps", "height", "width", "frames", "ranks")
     if launch.size != 1:
@@ -55,10 +60,13 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def load(model: str) -> Any:
-    """Load a pipeline, or a transformer, from a folder.
+    """Load the pipeline or the transformer that a folder holds, and return it.
 
     Its dtype is that of most of the transformer's stored weights if it is bf16 or fp16, else float32. Raise UserError
     if the folder has neither.
+
+    Args:
+        model: path of the folder, in diffusers' layout.
     """
     import torch
 
@@ -81,9 +89,15 @@ def load(model: str) -> Any:
 
 
 def inputs_of(target: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call: those in the file, in the target's dtype, or a pipeline's usual ones.
+    """Return the arguments with which a model is called, by name: those of the file given by --inputs, or a pipeline's
+    prompt, steps and size.
 
-    Raise UserError for a file that holds no such arguments, and for a transformer without a file.
+    Tensors of the file are converted to the model's dtype. Raise UserError for a file that holds no such arguments, and
+    for a transformer without a file.
+
+    Args:
+        target: the pipeline or the transformer.
+        values: the command's options by name.
     """
     import torch
     from torch.utils._pytree import tree_map_only

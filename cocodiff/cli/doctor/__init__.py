@@ -1,1 +1,1 @@
-"""`cocodiff doctor`: every rank gathers facts, and checks judge them."""
+"""`cocodiff doctor`: every rank gathers facts about the machine, and checks judge them."""

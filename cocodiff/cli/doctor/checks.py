@@ -1,5 +1,8 @@
-"""The checks of `cocodiff doctor`: functions of facts, which touch no machine, so a test can pass them any faulty one.
-Each adds its results to `found`, which is empty before."""
+"""The checks of `cocodiff doctor`. They are functions of facts and touch no machine, so a test can pass them any faulty
+one.
+
+Each adds its results to `found`, which is empty before.
+"""
 
 from __future__ import annotations
 
@@ -37,26 +40,33 @@ TAKEN = 0.1  # part of a tile's memory that other processes may hold
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check."""
+    """One result of a check, which is printed as one line."""
 
     check: str  # its name in CHECKS
     severity: str  # FAULT, WARNING, NOTE or GOOD
-    text: str
+    text: str  # the result in words
     remedy: str = ""  # what the user can do; "" if nothing
 
 
 class Findings(list[Finding]):
-    """The findings of one check."""
+    """The findings of one check, a list that the check adds to."""
 
     def __init__(self, check: str) -> None:
         super().__init__()
         self._check = check
 
     def add(self, severity: str, text: str, remedy: str = "") -> None:
+        """Add a finding.
+
+        Args:
+            severity: FAULT, WARNING, NOTE or GOOD.
+            text: the result in words.
+            remedy: what the user can do; "" if nothing.
+        """
         self.append(Finding(self._check, severity, text, remedy))
 
     def otherwise(self, severity: str, text: str, remedy: str = "") -> None:
-        """Add a finding if there is none yet."""
+        """Add a finding if the check has none yet. The arguments are those of `add`."""
         if not self:
             self.add(severity, text, remedy)
 
@@ -67,13 +77,13 @@ class Findings(list[Finding]):
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (2, 10, 0) for "2.10.0a0+git1"."""
+    """Return the numbers that a version begins with, such as (2, 10, 0) for "2.10.0a0+git1"; () if there are none."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def check_versions(facts: Facts, found: Findings) -> None:
-    """Find old or missing packages, packages that do not import, and versions that differ between ranks."""
+    """Report packages that are old, missing or do not import, and versions that differ between ranks."""
     first = facts.ranks[0].versions
     for package, least in LEAST.items():
         remedy = f"pip install '{package}>={'.'.join(map(str, least))}' into this environment"
@@ -105,7 +115,7 @@ def check_versions(facts: Facts, found: Findings) -> None:
 
 
 def check_launch(facts: Facts, found: Findings) -> None:
-    """Find hosts whose number of ranks differs from the launcher's or the machine file's."""
+    """Report hosts whose number of ranks differs from the launcher's or the machine file's."""
     first, hosts, size, nodes = facts.ranks[0], facts.hosts(), len(facts.ranks), facts.topology.nodes
     for host, ranks in hosts.items():
         told = {rank.local_size for rank in ranks if rank.local_size is not None}
@@ -126,8 +136,10 @@ def check_launch(facts: Facts, found: Findings) -> None:
 
 
 def check_mpi(facts: Facts, found: Findings) -> None:
-    """Find PyPI's impi-rt beside an MPI of the system: mpi4py loads the first that it finds, which is not the
-    launcher's. Find MPI's one-sided transport where it is missing or useless."""
+    """Report an MPI library that is not the launcher's, and MPI's one-sided transport if it is missing or useless.
+
+    mpi4py loads the first library that it finds, and PyPI's impi-rt may be found before the system's MPI.
+    """
     first = facts.ranks[0]
     rank = next((rank for rank in facts.ranks if rank.versions.get("impi-rt") and rank.system_mpi), None)
     if rank is not None:
@@ -150,7 +162,7 @@ def check_mpi(facts: Facts, found: Findings) -> None:
 
 
 def check_tiles(facts: Facts, found: Findings) -> None:
-    """Find ranks that share a tile, ranks on different kinds of devices, and tiles without a rank."""
+    """Report ranks that share a tile, ranks on different kinds of devices, and tiles without a rank."""
     first = facts.ranks[0]
     kinds = {rank.device.split(":")[0] for rank in facts.ranks}
     if len(kinds) > 1:
@@ -178,7 +190,7 @@ def check_tiles(facts: Facts, found: Findings) -> None:
 
 
 def check_cores(facts: Facts, found: Findings) -> None:
-    """Find ranks far from their cards, ranks that share cores, and ranks with more cores than threads."""
+    """Report ranks far from their cards, ranks that share cores, and ranks with more cores than threads."""
     for rank in facts.ranks:
         if rank.card and _apart(rank.sockets, rank.card.sockets):
             where = f"its card {rank.card.address} is on socket {_join(rank.card.sockets)}"
@@ -209,13 +221,13 @@ def _apart(a: Sequence[int], b: Sequence[int]) -> bool:
 
 
 def _sharing(ranks: Sequence[RankFacts]) -> list[int]:
-    """Return the ranks that have a core in common with another rank."""
+    """Return the numbers of the ranks that have a core in common with another rank."""
     owners = by_key((core, rank.rank) for rank in ranks for core in rank.cores)
     return sorted({rank for sharing in owners.values() if len(sharing) > 1 for rank in sharing})
 
 
 def check_nics(facts: Facts, found: Findings) -> None:
-    """Find NICs that a rank was given but that are absent or on the other socket, and hosts with too few NICs."""
+    """Report NICs that a rank was given but that are absent or on the other socket, and hosts with too few NICs."""
     first, wanted = facts.ranks[0], facts.topology.machine.links.nics
     for rank in facts.ranks:
         known = {nic.name: nic for nic in rank.nics}
@@ -244,11 +256,13 @@ def check_nics(facts: Facts, found: Findings) -> None:
 
 
 def _join(values: Sequence[int]) -> str:
+    """Return numbers as text, with slashes between them."""
     return "/".join(map(str, values))
 
 
 def check_planes(facts: Facts, found: Findings) -> None:
-    """Compare the machine file's planes with CCL_TOPO_COLOR, which gives them to oneCCL."""
+    """Compare the machine file's planes with those that the variable CCL_TOPO_COLOR gives to oneCCL, and report
+    differences."""
     machine, places = facts.topology.machine, facts.topology.places
     for host, ranks in facts.hosts().items():
         color = ranks[0].environment.get("CCL_TOPO_COLOR", "")
@@ -272,7 +286,7 @@ def check_planes(facts: Facts, found: Findings) -> None:
 
 
 def check_alltoall(facts: Facts, found: Findings) -> None:
-    """Find messages that arrive with other numbers than were sent."""
+    """Report messages that arrived with other numbers than were sent."""
     trials = facts.alltoalls
     if bad := [trial for trial in trials if trial.wrong]:
         cases = ", ".join(f"{trial.dtype} of {trial.bytes} bytes" for trial in bad[:4]) + (", ..." if bad[4:] else "")
@@ -291,7 +305,8 @@ def check_alltoall(facts: Facts, found: Findings) -> None:
 
 
 def check_messages(facts: Facts, found: Findings) -> None:
-    """Compare the way a device's library handles a batch with the setting `messages`. Report what CCL_OP_SYNC does."""
+    """Compare the way in which a device's library handles a batch of messages with the setting `messages`. Report the
+    results with the other value of CCL_OP_SYNC."""
     used = facts.messages if facts.messages != "auto" else "alltoall" if facts.one_by_one else "batch"
     for trial, (reports, said) in (("a batch", facts.pair), ("the other CCL_OP_SYNC", facts.op_sync)):
         if said and not reports:
@@ -314,7 +329,8 @@ def check_messages(facts: Facts, found: Findings) -> None:
 
 
 def check_overlap(facts: Facts, found: Findings) -> None:
-    """Find messages that are not hidden behind work. That is no fault: everything runs, but slower."""
+    """Report the part of messages that is hidden behind work. Less than HIDDEN_LEAST is a warning and no fault:
+    everything runs, but slower."""
     if facts.overlap is None:
         found.note("one rank: no messages to hide")
         return
@@ -329,7 +345,7 @@ def check_overlap(facts: Facts, found: Findings) -> None:
 
 
 def check_order(facts: Facts, found: Findings) -> None:
-    """Report the trial of messages between busy streams, and the error that ended the trials."""
+    """Report the trial of messages between busy streams, and the error that ended the trials if there was one."""
     if facts.stopped:
         found.fault(facts.stopped, "trust no result of this job: try another --transport, and report the versions")
     elif facts.order is None:
@@ -339,8 +355,10 @@ def check_order(facts: Facts, found: Findings) -> None:
 
 
 def check_host(facts: Facts, found: Findings) -> None:
-    """Find calls that return only after their messages. It is a warning only with a device's library: on a CPU the host
-    copies messages, and with transport host a lane waits for its copies."""
+    """Report calls that block the host until their messages have arrived. It is a warning only with a device's library.
+
+    On a CPU the host copies messages, and with `transport: host` a background thread waits for its copies.
+    """
     first = facts.ranks[0]
     for call, issues in by_key((issue.call, issue) for issue in facts.issues).items():
         text = f"{call}: " + "; ".join(map(_told, issues))
@@ -353,13 +371,15 @@ def check_host(facts: Facts, found: Findings) -> None:
 
 
 def _told(issue: Issue) -> str:
+    """Return the measured times of a call of one size in words."""
     size = f"{issue.bytes >> 20} MiB" if issue.bytes >> 20 else f"{issue.bytes >> 10} KiB"
     times = f"returns after {issue.returns_s * 1e6:.0f} us, complete after {issue.complete_s * 1e6:.0f} us"
     return f"{size} {times}: the host is {'blocked' if issue.blocks else 'free'}"
 
 
 def check_settings(facts: Facts, found: Findings) -> None:
-    """Find settings that prevent overlap, one that the library in use does not read, and one that breaks oneCCL."""
+    """Report environment variables that prevent overlap, that the library in use does not read, or that break
+    oneCCL."""
     seen, first = set[str](), facts.ranks[0]
     for rank in facts.ranks:
         for killer in overlap_killers(rank.environment, rank.library, rank.device.split(":")[0]):
@@ -381,7 +401,8 @@ def check_settings(facts: Facts, found: Findings) -> None:
 
 
 def check_memory(facts: Facts, found: Findings) -> None:
-    """Compare every rank's free memory with the needs of the model in question, or with the least that runs need."""
+    """Compare every rank's free memory with the needs of the model given by --model, or with the least that any run
+    needs."""
     told = [rank for rank in facts.ranks if rank.free is not None]
     if not told:
         found.warning("the system does not tell how much memory is free")
@@ -420,7 +441,8 @@ def check_sycl(facts: Facts, found: Findings) -> None:
 
 
 def check_kernels(facts: Facts, found: Findings) -> None:
-    """Compare every operation with torch's, and report the greatest difference. A vendor's own torch is not judged."""
+    """Report for each host how much each operation's results differ from torch's. Only SYCL kernels can be at fault,
+    not a vendor's torch."""
     for host, rank in facts.firsts(lambda rank: rank.kernel_trials):
         where = f"{rank.sycl} against torch's" if rank.sycl else f"{rank.device} against torch's on the CPU"
         for op, trials in by_key((trial.op, trial) for trial in rank.kernel_trials).items():
@@ -439,7 +461,7 @@ def check_kernels(facts: Facts, found: Findings) -> None:
 
 
 def check_computing(facts: Facts, found: Findings) -> None:
-    """Find devices with wrong attention or strided copies, or with operations that differ when repeated."""
+    """Report devices with wrong attention or wrong strided copies, or with operations that differ when repeated."""
     tried, right = [(one.device_trial, one.rank) for one in facts.ranks if one.device_trial], ""
     for some in by_key(((one.copies, one.wandering, one.error > 1), (one, rank)) for one, rank in tried).values():
         trials, ranks = zip(*some, strict=True)
@@ -459,7 +481,7 @@ def check_computing(facts: Facts, found: Findings) -> None:
 
 
 def _difference(trial: KernelTrial) -> str:
-    """Return the result of a kernel's trial in words."""
+    """Return in words how much an operation's results differ in one trial."""
     told = "equal" if trial.difference == 0 else f"differs by up to {trial.difference:.2g}"
     return f"{told} ({trial.wrong})" if trial.wrong else told
 
@@ -486,7 +508,8 @@ CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Return the findings of all checks; if the trials were ended early, of those that remain meaningful."""
+    """Run all checks, and return their findings. If the trials were ended early, only the checks that are still
+    meaningful run."""
     findings: list[Finding] = []
     for name in ("versions", "order") if facts.stopped else CHECKS:
         found = Findings(name)
@@ -496,5 +519,5 @@ def examine(facts: Facts) -> list[Finding]:
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
-    """Return True if there is no fault."""
+    """Return True if no finding is a fault."""
     return all(finding.severity != FAULT for finding in findings)

@@ -66,7 +66,12 @@ SIGNS = {"fault": "FAULT", "warning": "warn", "note": "note", "ok": "ok"}
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run the subcommand, and return its exit code."""
+    """Run `cocodiff doctor` with its options, and return its exit code: 1 if something is wrong.
+
+    Args:
+        words: the options.
+        launch: how this process was started.
+    """
     about = "Checks this machine, the ranks' binding, messages and memory; exit 1 where something is wrong."
     values = parse("doctor", about, with_settings(OPTIONS, lambda one: one.name in SETTINGS), words)
     check_counts(values, "ranks", "batch", "size")
@@ -93,9 +98,16 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: list[bool], transport: Any) -> None:
-    """Gather facts and run trials on one rank; on rank 0 also print and write the findings.
+    """Gather facts and run trials on one rank; on rank 0 also print and write the findings. All ranks call it.
 
-    verdict: a list to which every rank appends True if all is well. Raise OwnRankError if the trials were ended early.
+    Raise OwnRankError if the trials were ended early.
+
+    Args:
+        values: the command's options by name.
+        launch: how this process was started.
+        output: the folder of the results.
+        verdict: list to which every rank appends True if no fault was found, else False.
+        transport: the rank's transport.
     """
     from cocodiff.cli.doctor.checks import examine, is_healthy
 
@@ -123,7 +135,13 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
 
 
 def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
-    """Return the facts of all ranks on rank 0, and this rank's own on others. All ranks call it."""
+    """Return the facts of all ranks on rank 0, and this rank's own on other ranks. All ranks call it.
+
+    Args:
+        values: the command's options by name.
+        launch: how this process was started.
+        transport: the rank's transport.
+    """
     from cocodiff.cli.doctor import trials
     from cocodiff.cli.doctor.facts import Facts, gather_rank, path_of, sycl_path
     from cocodiff.comm.transport import TOGETHER
@@ -172,9 +190,17 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
 
 @contextmanager
 def patience(seconds: float, rank: int, health: Any, what: str, remedy: str = REMEDY) -> Iterator[None]:
-    """End the process, with a line that names the step, if the block hangs: a hang in a library is reached by no error.
+    """End the process, with a line that names the step, if the block takes too long: no exception can reach a library
+    that hangs.
 
     Raise OwnRankError if the step fails, as it does if wrong messages arrive.
+
+    Args:
+        seconds: limit of time.
+        rank: the rank in the line.
+        health: the rank's watch over lost ranks, which words the error.
+        what: name of the step.
+        remedy: what the user can do.
     """
 
     def give_up() -> None:
@@ -195,8 +221,12 @@ def patience(seconds: float, rank: int, health: Any, what: str, remedy: str = RE
 
 
 def shape_of(values: dict[str, Any]) -> tuple[int, int, int]:
-    """Return the heads, their channels and the tokens of --model; without it those of an image of 1024 x 1024 in
-    FLUX.1."""
+    """Return (heads, channels of a head, tokens) of the model given by --model; without it, those of an image of 1024 x
+    1024 in FLUX.1.
+
+    Args:
+        values: the command's options by name.
+    """
     from cocodiff.jobs.model_shapes import load_shape
 
     shape = load_shape(values["model"] or "flux.1")
@@ -204,8 +234,14 @@ def shape_of(values: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | None:
-    """Return the bytes that the fullest rank needs for --model with an exact preset. None without --model, and on other
-    ranks than 0."""
+    """Return the bytes that the fullest rank needs for the model given by --model, with an exact preset. Return None
+    without --model, and on other ranks than 0.
+
+    Args:
+        values: the command's options by name.
+        topology: all ranks.
+        transport: the rank's transport.
+    """
     if not values["model"] or transport.rank:
         return None
     from cocodiff.config.config import Config
@@ -222,10 +258,17 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
 
 
 def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> Apart:
-    """Run a trial on the same tiles, in a job that rank 0 starts in the same way as this one, while all ranks wait.
+    """Run a trial in a job of its own, which rank 0 starts on the same tiles in the same way as this job, while all
+    ranks wait.
 
-    Return its reports and last line on rank 0. Both are empty on other ranks, and if the library that the trial is
-    about is not in use. trial: "pair", of two ranks; "op_sync", of all ranks, or of this node's if there is no mpiexec.
+    Return on rank 0 (what the trial reported, its last other line of output in a list). Both are empty on other ranks,
+    and if the library that the trial is about is not in use.
+
+    Args:
+        trial: "pair", a trial of two ranks; or "op_sync", of all ranks, or of this node's if there is no mpiexec.
+        transport: the rank's transport.
+        launch: how this process was started.
+        values: the command's options by name.
     """
     if not transport.one_thread or (trial == "op_sync" and transport.library not in ("xccl", "ccl")):
         return [], []
@@ -253,8 +296,13 @@ def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> A
 
 
 def answer(trial: str, ranks: int | None, values: dict[str, Any]) -> int:
-    """Run a trial on this job's ranks, and print its reports. ranks: number of ranks to fork; None if mpiexec has
-    started them."""
+    """Run a trial on the ranks of the job that `ask` has started, and print what it reports. Return the exit code.
+
+    Args:
+        trial: "pair" or "op_sync".
+        ranks: number of ranks to fork; None if mpiexec has started them.
+        values: the options of the command that asks, by name.
+    """
     from cocodiff.cli.doctor import trials
 
     def work(transport: Any) -> None:
@@ -272,7 +320,7 @@ def answer(trial: str, ranks: int | None, values: dict[str, Any]) -> int:
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
-    """Return a line for each finding, and under faults and warnings the remedy."""
+    """Return the lines to print: one for each finding, and under faults and warnings the remedy."""
     lines = []
     for finding in findings:
         lines.append(f"{SIGNS[finding.severity]:<6} {finding.check:<11} {finding.text}")
@@ -284,8 +332,17 @@ def table(findings: Sequence[Finding]) -> list[str]:
 def write(
     output: OutputFolder, values: dict[str, Any], facts: Facts, findings: Sequence[Finding], healthy: bool
 ) -> None:
-    """Write doctor.json: {"schema": 1, "healthy", "findings": [{"check", "severity", "text", "remedy"}], "facts":
-    {...}}, and the machine's file with the values that were measured."""
+    """Write doctor.json, and machine.yaml with the values that were measured. Then give the folder its final name.
+
+    doctor.json is {"schema": 1, "healthy", "findings": [{"check", "severity", "text", "remedy"}], "facts": {...}}.
+
+    Args:
+        output: the folder of the results.
+        values: the command's options by name.
+        facts: the facts about the job.
+        findings: the findings of all checks.
+        healthy: True if no finding is a fault.
+    """
     from cocodiff.planner.calibrate import machine_file
 
     folder = output.open()

@@ -71,7 +71,7 @@ INTEL, DISPLAY = "0x8086", "0x03"
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of a host."""
+    """A GPU of a host, with its place."""
 
     address: str  # PCI address
     sockets: tuple[int, ...]  # sockets whose cores are near it
@@ -79,24 +79,25 @@ class Card:
 
 @dataclass(frozen=True)
 class Nic:
-    """A network interface of a host."""
+    """A network interface of a host, with its place."""
 
-    name: str
+    name: str  # name of the interface, such as "cxi0"
     sockets: tuple[int, ...]  # sockets whose cores are near it
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The facts about one rank, as it sees them."""
+    """The facts about one rank as its process finds them: launch, packages, device, cores, memory, and trials of
+    kernels."""
 
-    rank: int
-    host: str
-    local_rank: int
-    launcher: str  # kind of the launch
+    rank: int  # number of the rank
+    host: str  # name of its host
+    local_rank: int  # index of the rank on its host
+    launcher: str  # kind of the launch: "alone", "forked", "torchrun" or "mpi"
     local_size: int | None  # the launcher's number of ranks on this node; None if it does not say
     versions: dict[str, str | None]  # by package, None if it is not installed; the MPI library's under "mpi"
     environment: dict[str, str]  # the variables that matter (VARIABLES)
-    library: str  # sends messages: mpi, mpi-rma, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" on one rank
+    library: str  # library of messages: mpi, mpi-rma, gloo, xccl, ccl, nccl, "host memory over gloo"; "none" if alone
     device: str  # "cpu", "xpu:3"
     tile: str  # a name that differs between tiles of a host; "" on a CPU
     tiles_seen: int  # devices of its kind that this rank sees
@@ -104,7 +105,7 @@ class RankFacts:
     cores: tuple[int, ...]  # cores that this rank may use
     sockets: tuple[int, ...]  # sockets of these cores
     host_cores: int  # all cores of the host
-    nics: tuple[Nic, ...]
+    nics: tuple[Nic, ...]  # fast network interfaces of the host
     free: int | None  # bytes of free memory; on a shared tile this rank's part
     total: int | None  # bytes of memory; on a shared tile this rank's part
     kernels: str  # the setting, or COCODIFF_KERNELS where that is auto
@@ -114,37 +115,36 @@ class RankFacts:
     system_mpi: str  # path of an mpiexec outside of Python environments
     python_prefix: str  # folder of the Python environment, which may have PyPI's MPI
     compiles_again: str = ""  # if every start compiles the SYCL kernels: how to have libsycl keep them
-    # SYCL's operations compared with torch's; without SYCL an accelerator's torch compared with the CPU's
-    kernel_trials: tuple[KernelTrial, ...] = ()
+    kernel_trials: tuple[KernelTrial, ...] = ()  # SYCL's operations against torch's; else torch's against the CPU's
     device_name: str = ""  # the driver's name of the device; "" on a CPU
     drawback: str = ""  # why the transport that was asked for is unfit
     no_shared_memory: str = ""  # that the host lacks shared memory for MPI, and the remedy
     sums: dict[str, str] = field(default_factory=dict)  # kernel of attention in parts (`attention.sums`) by dtype
     device_trial: DeviceTrial | None = None  # attention, copies and repeated products at the run's shape
     deterministic_cost: float = 1.0  # factor of time for products that add up in one order
-    rates: dict[str, float] = field(default_factory=dict)  # of the device, under their names in machine files
+    rates: dict[str, float] = field(default_factory=dict)  # measured values by their names in machine files
     unimported: dict[str, str] = field(default_factory=dict)  # why packages do not import; {} if this rank did not look
 
     @property
     def on_cpu(self) -> bool:
-        """True if this rank computes on the CPU."""
+        """True if this rank computes on the CPU instead of an accelerator."""
         return self.device == "cpu"
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """A trial of one all-to-all, or of several under way together."""
+    """The result of trying one all-to-all with known content, or several under way together."""
 
-    dtype: str
-    bytes: int  # to each peer
-    seconds: float  # of the slowest rank
+    dtype: str  # name of the messages' dtype
+    bytes: int  # bytes of a message to each other rank
+    seconds: float  # seconds of the slowest rank
     wrong: tuple[str, ...] = ()  # one line for each rank that received other numbers than were sent
     at_once: int = 1  # number of all-to-alls under way together
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The trial of messages beside other work, on the slowest rank."""
+    """The result of timing messages beside other work, on the slowest rank."""
 
     communication_s: float  # seconds of messages alone
     work_s: float  # seconds of other work alone
@@ -152,14 +152,14 @@ class Overlap:
 
     @property
     def hidden(self) -> float:
-        """The part of the shorter of the two that was hidden behind the longer one, from 0 to 1."""
+        """The part of the shorter one (messages or work) that was hidden behind the longer one, from 0 to 1."""
         shorter = min(self.communication_s, self.work_s)
         return max(0.0, min(1.0, (self.communication_s + self.work_s - self.both_s) / shorter)) if shorter else 1.0
 
 
 @dataclass(frozen=True)
 class Issue:
-    """The times of a call that sends and receives messages, on the slowest rank."""
+    """The measured times of a call that sends and receives messages, on the slowest rank."""
 
     call: str  # name of the call
     bytes: int  # bytes that it sends in all
@@ -169,21 +169,22 @@ class Issue:
 
     @property
     def blocks(self) -> bool:
-        """True if the host waits in the call: for each message, or for most of the time that the messages take."""
+        """True if the call blocks the host: it takes more than BLOCKED_S for each message, and more than half of the
+        time until all have arrived."""
         return self.returns_s > max(BLOCKED_S * self.messages, self.complete_s / 2)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a job."""
+    """The facts about a job: those of its ranks, and the results of trials of their messages."""
 
-    ranks: Sequence[RankFacts]  # of all ranks; of the first one alone if the trials were stopped
-    topology: Topology
-    alltoalls: Sequence[AllToAll] = ()
-    overlap: Overlap | None = None
+    ranks: Sequence[RankFacts]  # facts about all ranks; about the first one alone if the trials were stopped
+    topology: Topology  # places of the ranks, as the machine file has them
+    alltoalls: Sequence[AllToAll] = ()  # trials of all-to-alls with known content
+    overlap: Overlap | None = None  # times of messages beside other work; None on one rank
     order: int | None = None  # rounds of messages between busy streams, all of them right; None without streams
-    issues: Sequence[Issue] = ()
-    needed: int | None = None  # bytes that a rank needs for the model in question
+    issues: Sequence[Issue] = ()  # times for which calls that send and receive block the host
+    needed: int | None = None  # bytes that a rank needs for the model given by --model
     stopped: str = ""  # why the trials were ended early
     messages: str = "auto"  # the setting `messages`
     one_by_one: bool = False  # True if messages of a batch are assumed to wait for each other, see `LaneOwner`
@@ -192,14 +193,16 @@ class Facts:
 
     @property
     def blocked_us(self) -> float:
-        """The microseconds for which each message blocks the host, whatever its size: the least of all calls."""
+        """The microseconds for which each message blocks the host, whatever its size: the least of all calls; 0 if none
+        was timed."""
         return min((one.returns_s / one.messages for one in self.issues), default=0.0) * 1e6
 
     def machine(self) -> Machine | None:
-        """Return the machine with the values that were measured here, which are beliefs no longer.
+        """Return the machine file's machine with the values that were measured here in their places, no longer as
+        unmeasured beliefs.
 
-        None if CPUs stood in for a machine of accelerators.
-        Rates and times are the slowest rank's; products that reach more than the file's peak set a new one.
+        Return None if CPUs stood in for a machine of accelerators. Rates and times are the slowest rank's; products
+        that reach more than the file's peak set a new one.
         """
         machine, of_all = self.topology.machine, [rank.rates for rank in self.ranks if rank.rates]
         if self.ranks[0].on_cpu and machine.device.bf16_tflop_s:
@@ -226,22 +229,32 @@ class Facts:
         return machine if share is None else machine.with_value("link_share", share)
 
     def hosts(self) -> dict[str, list[RankFacts]]:
-        """Return the ranks of each host."""
+        """Return the facts about the ranks of each host, by the host's name."""
         return by_key((rank.host, rank) for rank in self.ranks)
 
     def firsts(self, tells: Callable[[RankFacts], Any]) -> list[tuple[str, RankFacts]]:
-        """Return each host with the first of its ranks for which `tells` is true. Hosts without one are left out."""
+        """Return pairs (host, facts about its first rank that meets a condition). Hosts without such a rank are left
+        out.
+
+        Args:
+            tells: the condition: a function of a rank's facts.
+        """
         found = {rank.host: rank for rank in reversed(self.ranks) if tells(rank)}
         return [(host, found[host]) for host in self.hosts() if host in found]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 0-5" or "ranks 0-2, 7"."""
+    """Return the numbers of some ranks as text: "rank 3", "ranks 0-5" or "ranks 0-2, 7"."""
     return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {', '.join(spans(ranks))}"
 
 
 def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
-    """Return for instance "A on ranks 0-3; B on rank 4"."""
+    """Return which ranks have which value as text, such as "A on ranks 0-3; B on rank 4".
+
+    Args:
+        ranks: the ranks.
+        values: the value of each rank.
+    """
     groups = by_key(zip(values, [rank.rank for rank in ranks], strict=True))
     return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
 
@@ -250,8 +263,14 @@ def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
 
 
 def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_host: bool) -> RankFacts:
-    """Return this rank's facts. look_at_host: compile the SYCL kernels and import all packages, on one rank of each
-    host."""
+    """Return the facts about this rank, without those that need messages.
+
+    Args:
+        transport: the rank's transport.
+        launch: how this process was started.
+        kernels: the setting `kernels`.
+        look_at_host: True on one rank of each host, to also compile and try the SYCL kernels and import all packages.
+    """
     device, of_host = transport.device, launch.local_size or transport.size
     on_cpu = device.type == "cpu"
     sycl, no_sycl = sycl_path(device, kernels) if look_at_host else ("", "")
@@ -294,7 +313,8 @@ def gather_rank(transport: Any, launch: Launch, kernels: str, look_at_host: bool
 
 
 def attention_in_parts(device: torch.device) -> dict[str, str]:
-    """Return the kernel of attention in parts by dtype, on devices where it has to be tried."""
+    """Return a text for each dtype that names the kernel of attention with a log-sum-exp, which rings and chunks need.
+    The dict is empty on devices on which no kernel has to be tried."""
     if device.type not in TRIED:
         return {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -302,9 +322,14 @@ def attention_in_parts(device: torch.device) -> dict[str, str]:
 
 
 def unimported(names: Sequence[str], limit_s: float = IMPORTS_S) -> dict[str, str]:
-    """Import packages in a process of their own, one after the other, and return the reasons of those that fail.
+    """Import packages in a process of their own, one after the other. Return those that fail, with the reasons.
 
-    A package that ends the process, or is not imported `limit_s` seconds after its start, is the last one tried.
+    A package that ends the process, or is not imported before the limit, is the last one tried. Optional packages that
+    are not installed are left out.
+
+    Args:
+        names: names of the packages.
+        limit_s: seconds from the start of the process to its end.
     """
     left = [name for name in names if name in REQUIRED or find_spec(name.partition(".")[0])]
     # The process inherits the rank's variables: MPI must not start in it, since it would take it for the rank.
@@ -322,7 +347,8 @@ def unimported(names: Sequence[str], limit_s: float = IMPORTS_S) -> dict[str, st
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of packages, None for those that are not installed."""
+    """Return the versions of Python, packages and the MPI library, by name; None for packages that are not
+    installed."""
     found: dict[str, str | None] = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
@@ -337,19 +363,20 @@ def versions() -> dict[str, str | None]:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that matter, without secrets, since the file may be sent to others."""
+    """Return the environment variables that matter for a run, by name, without secrets, since the file may be sent to
+    others."""
     known = ((name, value) for name, value in sorted(os.environ.items()) if VARIABLES.match(name))
     return {name: re.sub("//[^/@]*@", "//...@", value) for name, value in known if not SECRET.search(name)}
 
 
 def properties_of(device: torch.device) -> Any:
-    """Return torch's properties of a device that is not a CPU."""
+    """Return torch's record of the properties of an accelerator, such as its name and memory."""
     return torch.get_device_module(device).get_device_properties(device)
 
 
 def tile_of(device: torch.device) -> str:
-    """Return a name that no other tile of the host has: the driver's UUID, else its index and the variables that select
-    devices."""
+    """Return a name for the tile of a device that no other tile of the host has: the driver's UUID, else its index and
+    the variables that select devices."""
     uuid = getattr(properties_of(device), "uuid", None)
     selecting = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "CUDA_VISIBLE_DEVICES")
     selected = [os.environ[name] for name in selecting if os.environ.get(name)]
@@ -357,12 +384,12 @@ def tile_of(device: torch.device) -> str:
 
 
 def tiles_seen(device: torch.device) -> int:
-    """Return the number of devices that this process sees; 0 on a CPU."""
+    """Return the number of accelerators of a device's type that this process sees; 0 on a CPU."""
     return 0 if device.type == "cpu" else int(torch.get_device_module(device).device_count())
 
 
 def card_of(device: torch.device) -> Card | None:
-    """Return the card of a device; None if it is not known.
+    """Return the card that a device is on; None if it is not known.
 
     For CUDA torch gives the address. Intel's tiles are assigned to cards in the order of their addresses. That holds
     only if no variable selects among them: Aurora's module always sets ONEAPI_DEVICE_SELECTOR to all GPUs,
@@ -387,13 +414,17 @@ def card_of(device: torch.device) -> Card | None:
 
 
 def nics() -> tuple[Nic, ...]:
-    """Return the fast NICs: Slingshot's (cxi) and InfiniBand's."""
+    """Return the fast network interfaces of this host: Slingshot's (cxi) and InfiniBand's."""
     paths = [*(SYS / "class/cxi").glob("cxi*"), *(SYS / "class/infiniband").glob("*")]
     return tuple(Nic(path.name, near_sockets(path / "device")) for path in sorted(paths))
 
 
 def near_sockets(device: Path) -> tuple[int, ...]:
-    """Return the sockets whose cores are near a device, by its list of cores like 0-3,8."""
+    """Return the CPU sockets whose cores are near a device; () if the system does not say.
+
+    Args:
+        device: the device's folder in /sys, which has a list of cores such as 0-3,8.
+    """
     cores: list[int] = []
     for part in filter(None, read(device / "local_cpulist").split(",")):
         first, _, last = part.partition("-")
@@ -402,13 +433,13 @@ def near_sockets(device: Path) -> tuple[int, ...]:
 
 
 def sockets_of(cores: Sequence[int]) -> tuple[int, ...]:
-    """Return the sockets of cores; () if the system does not say."""
+    """Return the CPU sockets that some cores belong to; () if the system does not say."""
     paths = (SYS / f"devices/system/cpu/cpu{core}/topology/physical_package_id" for core in cores)
     return tuple(sorted({int(text) for path in paths if (text := read(path)).lstrip("-").isdigit()}))
 
 
 def read(path: Path) -> str:
-    """Return a file's text; "" if it cannot be read."""
+    """Return the text of a small file without blanks at its ends; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -428,7 +459,13 @@ def total_memory(device: torch.device, ranks: int) -> int | None:
 
 
 def sycl_path(device: torch.device, kernels: str) -> tuple[str, str]:
-    """Return the device of the SYCL kernels, and why there is none; one of the two is ""."""
+    """Build the SYCL kernels of a device if they are wanted. Return (their device, the reason why there are none); one
+    of the two is "".
+
+    Args:
+        device: the rank's device.
+        kernels: the setting `kernels`.
+    """
     if path_of(kernels) == "torch":
         return "", "torch was asked for"
     try:
@@ -445,15 +482,19 @@ def loaded_mpi() -> str:
 
 
 def spelled(planes: Sequence[int]) -> str:
-    """Return the tiles of each plane in the form of CCL_TOPO_COLOR: {0,3},{1,2}. Equal planes in another numbering give
-    the same text."""
+    """Return the tiles of each plane in the form of the variable CCL_TOPO_COLOR: "{0,3},{1,2}". Planes that differ only
+    in their numbers give the same text.
+
+    Args:
+        planes: plane of each tile.
+    """
     groups = by_key((plane, tile) for tile, plane in enumerate(planes))
     return ",".join("{" + ",".join(map(str, tiles)) + "}" for tiles in groups.values())
 
 
 def planes_of(color: str) -> tuple[int, ...]:
-    """Return the plane of each tile from a colouring like card:{0,1},{2,3};plane:{0,3},{1,2}. Raise ValueError for
-    other texts."""
+    """Return the plane of each tile that a value of CCL_TOPO_COLOR such as "card:{0,1},{2,3};plane:{0,3},{1,2}" gives.
+    Raise ValueError for other texts."""
     found = re.search(r"plane\s*:\s*((?:\{[\d,\s]+\}\s*,?\s*)+)", color)
     groups = re.findall(r"\{([\d,\s]+)\}", found[1]) if found else []
     plane_of = {int(tile): plane for plane, group in enumerate(groups) for tile in group.split(",") if tile.strip()}

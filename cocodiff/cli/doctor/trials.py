@@ -47,13 +47,21 @@ POSTED_EARLY = "a message was put into memory that an earlier operation still re
 
 
 def of_device(table: dict[str, Any], device: torch.device) -> Any:
-    """Return the entry of a table for the CPU or for other devices."""
+    """Return the entry of a table of constants, such as SIZES, for a device: "cpu" or "other"."""
     return table["cpu" if device.type == "cpu" else "other"]
 
 
 def content(sender: int, receiver: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the content of a message: whole numbers below 256, exact in every dtype, that differ by sender, receiver
-    and position."""
+    """Return the known content of a message in a trial: whole numbers below 256, exact in every dtype, that differ by
+    sender, receiver and position.
+
+    Args:
+        sender: the rank that sends it, or any number.
+        receiver: the rank that receives it, or any number.
+        length: number of elements.
+        dtype: their dtype.
+        device: the device that the tensor is on.
+    """
     return ((torch.arange(length, device=device) * 7 + 31 * sender + 17 * receiver) % 251).to(dtype)
 
 
@@ -62,6 +70,10 @@ def peers_of(rank: int, size: int) -> list[int]:
 
     Up to MOST_RANKS these are all ranks. Of more they are those at certain distances, the same for every rank: up to
     NEAR, then growing ones.
+
+    Args:
+        rank: the rank that sends and receives.
+        size: number of all ranks.
     """
     if size <= MOST_RANKS:
         return [*range(size)]
@@ -70,17 +82,29 @@ def peers_of(rank: int, size: int) -> list[int]:
 
 
 def message_bytes(wanted: int, ranks: int, at_once: int = 1) -> int:
-    """Return the size of a trial's messages: `wanted`, or less if a rank's copies would exceed MOST_BYTES."""
+    """Return the size in bytes of each message of a trial: as wanted, or less if a rank's copies of all messages would
+    exceed MOST_BYTES.
+
+    Args:
+        wanted: bytes of a message.
+        ranks: number of all ranks.
+        at_once: number of all-to-alls that are under way together.
+    """
     messages = len(peers_of(0, ranks)) * sum(1 / (1 + number % 3) for number in range(at_once))
     return min(wanted, int(MOST_BYTES / (COPIES * messages)))
 
 
 def all_to_alls(transport: Transport, group: Group, step: Step = nullcontext) -> list[AllToAll]:
-    """Try all-to-alls of every dtype and size, each plainly and with checksums, then many at once as in the engine.
+    """Try all-to-alls of every dtype and size, each with and without checksums, then many at once as in the engine. All
+    ranks call it.
 
     Sizes are uneven and some are 0. Overlapping batches have brought wrong bytes before (torch-xpu-ops 3022). Return
-    the trials: on rank 0 of all ranks, on others of their own messages. step: a context around each trial, called with
-    its name.
+    the trials: on rank 0 of all ranks, on others of their own messages.
+
+    Args:
+        transport: the rank's transport.
+        group: a group of all ranks.
+        step: returns a context for each trial, called with the trial's name.
     """
     found, sizes = [], of_device(SIZES, transport.device)
     cases = [(dtype, size, 1) for dtype in DTYPES for size in sizes]
@@ -92,22 +116,31 @@ def all_to_alls(transport: Transport, group: Group, step: Step = nullcontext) ->
 
 
 def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int, at_once: int) -> AllToAll:
-    """Try `at_once` all-to-alls at the same time."""
+    """Try several all-to-alls of one dtype and size at the same time. Return the time and the errors of all ranks on
+    rank 0, this rank's own on others.
+
+    Args:
+        transport: the rank's transport.
+        group: a group of all ranks.
+        dtype: dtype of the messages.
+        size: bytes of a message.
+        at_once: number of all-to-alls.
+    """
     me, device = transport.rank, transport.device
     peers, nothing = peers_of(me, transport.size), torch.empty(0, dtype=dtype, device=device)
 
     def length(sender: int, receiver: int, number: int) -> int:
-        """Return the length of a message. Every seventh is empty, the others differ a little; sizes change from call to
-        call."""
+        """Return the number of elements of a message. Every seventh is empty, the others differ a little; sizes change
+        from call to call."""
         here = size // dtype.itemsize // (1 + number % 3)
         return 0 if (sender + 2 * receiver + number) % 7 == 6 else here + (sender + receiver) % 5
 
     def made(sender: int, receiver: int, number: int) -> Tensor:
-        """Return the content of a message."""
+        """Return the known content of a message."""
         return content(sender + number, receiver, length(sender, receiver, number), dtype, device)
 
     def to_all(messages: Iterable[Tensor]) -> list[Tensor]:
-        """Return a message for every rank: those of `peers`, and empty ones for others."""
+        """Return a list of messages, one for each rank: those of `peers`, and empty ones for others."""
         of_peers = dict(zip(peers, messages, strict=True))
         return [of_peers.get(rank, nothing) for rank in range(transport.size)]
 
@@ -138,10 +171,15 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
 
 
 def overlap(transport: Transport, group: Group) -> Overlap:
-    """Time an all-to-all on a lane, as attention sends it, beside work of about the same length.
+    """Time an all-to-all on a lane (a background thread), as attention sends it, beside work of about the same length.
+    All ranks call it.
 
     On accelerators the work is matrix products. On a CPU it is sleep: there the question is whether messages move
     without the main thread's help.
+
+    Args:
+        transport: the rank's transport.
+        group: a group of all ranks.
     """
     device = transport.device
     length = min(of_device(OVERLAP_BYTES, device), MOST_BYTES // (COPIES * transport.size)) // 4
@@ -169,8 +207,14 @@ def overlap(transport: Transport, group: Group) -> Overlap:
 
 
 def timed(group: Group, device: torch.device, begin: Callable[[], Any]) -> tuple[float, float]:
-    """Return the seconds until a call returns, and until its result, if any, and all work on the device are
-    complete."""
+    """Time a call. Return (the seconds until it returns, the seconds until its messages and all work on the device are
+    complete).
+
+    Args:
+        group: ranks that begin the call together.
+        device: the rank's device.
+        begin: the call. It returns an object to wait for, or None.
+    """
     group.barrier()
     synchronise(device)
     started = time.perf_counter()
@@ -183,7 +227,7 @@ def timed(group: Group, device: torch.device, begin: Callable[[], Any]) -> tuple
 
 
 def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
-    """Return a function that works for about `seconds` without messages."""
+    """Return a function that keeps the device busy, or a CPU asleep, for about `seconds` without messages."""
     if device.type == "cpu":
         return lambda: time.sleep(seconds)
     a, once_s = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16), product_s(device)
@@ -197,13 +241,19 @@ def work_of(device: torch.device, seconds: float) -> Callable[[], Any]:
 
 
 def product_s(device: torch.device) -> float:
-    """Return the seconds of a product of large matrices."""
+    """Return the mean seconds in which a device multiplies two large matrices."""
     a = torch.ones(SIDE, SIDE, device=device, dtype=torch.bfloat16)
     return mean_s(device, lambda: a @ a, 10)
 
 
 def mean_s(device: torch.device, call: Callable[[], Any], times: int) -> float:
-    """Return the mean seconds of calls one after another, after one that is not counted."""
+    """Return the mean seconds of calls one after another, with the device's work. A first call is not counted.
+
+    Args:
+        device: the rank's device.
+        call: the call.
+        times: number of calls that are counted.
+    """
     call()
     synchronise(device)
     started = time.perf_counter()
@@ -214,9 +264,10 @@ def mean_s(device: torch.device, call: Callable[[], Any], times: int) -> float:
 
 
 def rates(device: torch.device) -> dict[str, float]:
-    """Return an accelerator's TFLOP/s of matrix products, and microseconds of a launch and of a number that is read.
+    """Measure an accelerator: return its TFLOP/s of matrix products, and the microseconds of a kernel launch and of
+    reading a number, by the names of these in machine files.
 
-    The names are those of machine files (`config.machine.Device`). A CPU has none.
+    A CPU has none: the dict is empty.
     """
     if device.type == "cpu":
         return {}
@@ -230,12 +281,16 @@ def rates(device: torch.device) -> dict[str, float]:
 def order(transport: Transport, group: Group) -> int | None:
     """Check that messages wait for the stream that writes them, and readers for messages. All ranks call it.
 
-    Messages go around a ring. Each is written on one stream and read on another; every second rank, in turns, keeps
-    its writing stream busy first.
+    Messages go around a ring. Each is written on one stream and read on another. In every round half of the ranks keep
+    their writing stream busy first.
 
     Return the number of rounds; None on a CPU, where work is complete when its call returns. Raise OwnRankError if this
-    rank saw a message that was received, sent or read too early. Each rank raises its own, because messages that may be
-    wrong cannot gather the faults.
+    rank found a message that was received, sent or read too early. Each rank raises its own error, because messages
+    that may be wrong cannot gather the faults.
+
+    Args:
+        transport: the rank's transport.
+        group: a group of all ranks.
     """
     device = transport.device
     if device.type == "cpu":
@@ -251,8 +306,15 @@ def order(transport: Transport, group: Group) -> int | None:
 
 
 def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | None, number: int) -> list[str]:
-    """Send one message to the next rank and receive one from the previous rank. Return the faults. busy: keeps the
-    writing stream busy."""
+    """Send one message to the next rank and receive one from the previous rank. Return a line for each fault in their
+    order.
+
+    Args:
+        transport: the rank's transport.
+        group: a group of all ranks.
+        busy: function that keeps the writing stream busy before it writes; None for none.
+        number: number of the round, which the content depends on.
+    """
     device, size = transport.device, transport.size
     module = torch.get_device_module(device)
     after, before = (transport.rank + 1) % size, (transport.rank - 1) % size
@@ -281,9 +343,15 @@ def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | No
 
 
 def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list[Issue]:
-    """Time the calls of the engine's exchanges and gathers: until they return, and until their messages have arrived.
+    """Time the calls that the engine's exchanges and gathers make: until they return, and until their messages have
+    arrived. All ranks call it.
 
-    Times are medians of the slowest rank. All ranks call it; rank 0's answer is complete. step: as for `all_to_alls`.
+    Return one result for each call and size, as medians of the slowest rank. They are complete on rank 0 only.
+
+    Args:
+        transport: the rank's transport.
+        group: a group of all ranks.
+        step: returns a context for each trial, called with the trial's name.
     """
     size, rank, device = transport.size, transport.rank, transport.device
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -319,9 +387,16 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
 
 
 def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens: int) -> tuple[DeviceTrial, float]:
-    """Try this rank's device at a run's shape, a CPU at a smaller one.
+    """Try attention, copies and matrix products on this rank's device at a run's shape, on a CPU at a smaller one.
 
-    Return the trial, and the factor of time for products that add up in one order.
+    Return (the trial's result, the factor of time for products that add up in one order).
+
+    Args:
+        device: the rank's device.
+        ranks: number of ranks that share the heads and the tokens.
+        heads: heads of the model.
+        head_dim: channels of a head.
+        tokens: tokens of the sequence.
     """
     heads, tokens = map(min, (heads, tokens), of_device(MOST, device))
     own, rows = -(-heads // ranks), -(-tokens // ranks)
@@ -334,7 +409,7 @@ def compute(device: torch.device, ranks: int, heads: int, head_dim: int, tokens:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for all work on the device."""
+    """Wait for all work on a device. On a CPU there is nothing to wait for."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -343,8 +418,15 @@ def synchronise(device: torch.device) -> None:
 
 
 def report_pair(transport: Any, limit: Step, _: str) -> Iterator[Any]:
-    """Yield "met" once two ranks are connected, then the faults of an exchange in a batch that both begin with a
-    send."""
+    """Try on two ranks whether a batch that both begin with a send works. Yield "met" once they are connected, then the
+    list of faults.
+
+    `answer` prints what is yielded.
+
+    Args:
+        transport: the rank's transport.
+        limit: returns a context that ends the process if a step takes too long, called with the step's name.
+    """
     group = transport.group(range(2), together=False)
     group.in_one_order = False
     yield "met"
@@ -354,8 +436,16 @@ def report_pair(transport: Any, limit: Step, _: str) -> Iterator[Any]:
 
 
 def report_op_sync(transport: Transport, limit: Step, messages: str) -> Iterator[Any]:
-    """Yield the result of all-to-alls with this CCL_OP_SYNC, their seconds, and the part of one hidden behind other
-    work."""
+    """Try all-to-alls with the value of CCL_OP_SYNC that this job was started with. Yield one dict: the verdict by that
+    value, their seconds, and the part of one hidden behind other work.
+
+    `answer` prints what is yielded.
+
+    Args:
+        transport: the rank's transport.
+        limit: returns a context that ends the process if a step takes too long, called with the step's name.
+        messages: the setting `messages`.
+    """
     with limit("all-to-alls with another CCL_OP_SYNC"):
         group = transport.group(range(transport.size), TOGETHER[messages])
         found, hidden = all_to_alls(transport, group), overlap(transport, group).hidden
