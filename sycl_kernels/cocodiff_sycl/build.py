@@ -34,7 +34,7 @@ LEFT_S = 3600  # age in seconds from which on a half-written file belongs to a p
 
 
 def kernel_source(lanes: int, gpu: bool = False) -> str:
-    """Return all kernels as one source text.
+    """Return the source of all kernels as one text.
 
     Args:
         lanes: number of work-items that share a row (see common.hpp).
@@ -45,7 +45,7 @@ def kernel_source(lanes: int, gpu: bool = False) -> str:
 
 
 def kernel_option(runtime: Runtime) -> bytes:
-    """Return the compiler option for the kernels; b"" for none.
+    """Return the compiler option that the kernels need with this runtime; b"" for none.
 
     libsycl 8 cannot link its own device libraries for the CPU device; libsycl 9 rejects the option that leaves them
     out.
@@ -54,8 +54,8 @@ def kernel_option(runtime: Runtime) -> bytes:
 
 
 def cache_folder(runtime: Runtime) -> Path:
-    """Return the folder for the C library and kernels of this version, below $COCODIFF_CACHE or the user's cache
-    folder.
+    """Return the folder for the C library and kernels of this version of the sources, below $COCODIFF_CACHE or the
+    user's cache folder.
 
     Raise Unavailable if the user has no home folder.
     """
@@ -67,7 +67,7 @@ def cache_folder(runtime: Runtime) -> Path:
 
 
 def _top_folder() -> Path:
-    """Return the folder that holds the caches of all versions. Raise Unavailable if there is none."""
+    """Return the folder that holds the caches of all versions. Raise Unavailable if the user has no home folder."""
     if os.environ.get("COCODIFF_CACHE"):
         return Path(os.environ["COCODIFF_CACHE"])
     try:
@@ -96,8 +96,10 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def host_library(runtime: Runtime, folder: Path) -> Path:
-    """Return the path of the C library, which is compiled if the folder does not have it. Raise Unavailable if that
-    fails."""
+    """Return the path of the C library in a cache folder, where it is compiled first if it is missing.
+
+    Raise Unavailable if it cannot be compiled.
+    """
     target = folder / "libcocodiff_sycl.so"
     if not target.exists():
         with lock(folder):  # a process that comes while another compiles waits here
@@ -107,7 +109,12 @@ def host_library(runtime: Runtime, folder: Path) -> Path:
 
 
 def _compile(runtime: Runtime, target: Path) -> None:
-    """Compile the C library to `target`. Raise Unavailable with the compiler's first error if that fails."""
+    """Compile the C library to a file. Raise Unavailable with the compiler's first error if that fails.
+
+    Args:
+        runtime: the SYCL runtime that it is compiled against.
+        target: path of the file.
+    """
     fresh, source = target.with_suffix(f".{os.getpid()}"), str(HERE / "host.cpp")
     words = [*COMPILE_OPTIONS, f"-I{runtime.include}", source, "-o", str(fresh), str(runtime.library), "-ldl"]
     command = [find_compiler(), *words]
@@ -123,14 +130,15 @@ def _compile(runtime: Runtime, target: Path) -> None:
 
 
 def runtime_and_folder() -> tuple[Runtime, Path]:
-    """Return the SYCL runtime and the cache folder for it. Raise Unavailable if there is no runtime or no private
-    folder."""
+    """Return (the SYCL runtime of this environment, the private cache folder for it). Raise Unavailable if there is no
+    runtime or the folder is not private."""
     runtime = find_runtime()
     return runtime, private_folder(cache_folder(runtime))
 
 
 def keep_kernels() -> None:
-    """Make libsycl keep the kernels that it compiles. Call this before torch is imported; the user's settings stay.
+    """Set the environment so that libsycl keeps the kernels that it compiles. Call this before torch is imported; the
+    user's settings stay.
 
     If there is no runtime or no private folder, nothing is set. Opening the kernels then reports the reason.
     """
@@ -139,7 +147,7 @@ def keep_kernels() -> None:
 
 
 def set_cache(folder: Path) -> None:
-    """Set the variables of libsycl's cache to a folder in `folder`, unless the user has set them."""
+    """Set libsycl's environment variables so that it caches kernels below a folder, unless the user has set them."""
     os.environ.setdefault(PERSISTENT, "1")
     os.environ.setdefault(CACHE, str(folder / "kernels"))
 
@@ -150,15 +158,16 @@ def keep_remedy() -> str:
 
 
 def kept_binaries() -> set[str]:
-    """Return the paths of all binaries in libsycl's cache, relative to its folder."""
+    """Return the paths of all compiled kernels in libsycl's cache, relative to its folder."""
     folder = Path(os.environ[CACHE])
     return {str(path.relative_to(folder)) for path in folder.rglob("*.bin")}
 
 
 def read_marker(marker: Path) -> bool | None:
-    """Return True if the kernels that a marker lists are in libsycl's cache, and False if libsycl kept none last time.
+    """Return True if the kernels that a marker file lists are in libsycl's cache, and False if libsycl kept none last
+    time.
 
-    Return None if that is unknown: there is no marker, or a binary that it lists is missing.
+    Return None if that is unknown: there is no marker, or a file that it lists is missing.
     """
     if not marker.exists():
         return None
@@ -168,7 +177,12 @@ def read_marker(marker: Path) -> bool | None:
 
 
 def write_marker(marker: Path, names: Iterable[str]) -> None:
-    """Write to a marker that libsycl's cache holds the kernels in files among `names`, or with no names that it keeps
-    none."""
+    """Write a marker file for later processes: it lists the files of libsycl's cache with the kernels, or nothing if
+    libsycl keeps none.
+
+    Args:
+        marker: path of the marker.
+        names: paths of the files, relative to the cache's folder.
+    """
     with suppress(OSError):  # on a full disk the next process looks again
         marker.write_text("\n".join(sorted(names)))

@@ -1,4 +1,7 @@
-"""The checks of the operations' tensors. A mistake that a kernel could not detect is raised here, before the launch."""
+"""The checks of the operations' tensors. A mistake that a kernel could not detect is raised here, before the launch.
+
+In each function `op` is the operation that the message names, and `name` the tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,14 @@ DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def check_like(op: str, device: torch.device, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors have this device and dtype, and TypeError if the dtype has no kernel."""
+    """Raise ValueError unless all tensors have this device and dtype, and TypeError if the dtype has no kernel.
+
+    Args:
+        op: the operation that the message names.
+        device: the device that they must be on.
+        dtype: the dtype that they must have.
+        tensors: the tensors, by the names for the message.
+    """
     if dtype not in DTYPES:
         raise TypeError(f"{op}: {dtype} has no kernel; use {', '.join(map(str, DTYPES))}")
     for name, tensor in tensors.items():
@@ -21,7 +31,15 @@ def check_like(op: str, device: torch.device, dtype: torch.dtype, **tensors: Ten
 
 
 def check_rows(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], **tensors: Tensor) -> None:
-    """Raise ValueError or TypeError unless all tensors have this device, dtype and shape, and contiguous heads."""
+    """Raise ValueError or TypeError unless all tensors have this device, dtype and shape, and a last stride of 1.
+
+    Args:
+        op: the operation that the message names.
+        device: the device that they must be on.
+        dtype: the dtype that they must have.
+        shape: the shape that they must have.
+        tensors: the tensors, by the names for the message.
+    """
     for name, tensor in tensors.items():
         check_like(op, device, dtype, **{name: tensor})
         check_shape(op, name, tensor, shape)
@@ -29,7 +47,8 @@ def check_rows(op: str, device: torch.device, dtype: torch.dtype, shape: tuple[i
 
 
 def check_index(op: str, index: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless `index` is contiguous int64 [K] on the device."""
+    """Raise ValueError unless a tensor of row numbers is contiguous int64 of one dimension on the device. `op` is the
+    operation that the message names."""
     if index.dtype != torch.int64 or index.dim() != 1 or not index.is_contiguous():
         raise ValueError(
             f"{op}: an index must be contiguous int64 of one dimension, not {index.dtype} {list(index.shape)}"
@@ -39,7 +58,14 @@ def check_index(op: str, index: Tensor, device: torch.device) -> None:
 
 
 def check_numbers(op: str, index: Tensor, rows: int, least: int = 0) -> None:
-    """Raise ValueError if a number in `index` is below `least` or not below `rows`."""
+    """Raise ValueError if a tensor of row numbers has one that is out of range.
+
+    Args:
+        op: the operation that the message names.
+        index: the row numbers.
+        rows: number of rows that exist.
+        least: smallest valid number.
+    """
     if index.numel():
         numbers = index.cpu().numpy()  # for short lists several times faster than torch's own reductions
         low, high = int(numbers.min()), int(numbers.max())
@@ -48,7 +74,8 @@ def check_numbers(op: str, index: Tensor, rows: int, least: int = 0) -> None:
 
 
 def check_last_stride(op: str, name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the last dimension is contiguous."""
+    """Raise ValueError unless a tensor's last dimension is contiguous. `op` and `name` are the operation and the tensor
+    in the message."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{op}: {name} {list(tensor.shape)} has stride {tensor.stride(-1)} in its last dimension, not 1: "
@@ -57,18 +84,21 @@ def check_last_stride(op: str, name: str, tensor: Tensor) -> None:
 
 
 def check_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the tensor has this shape."""
+    """Raise ValueError unless a tensor has this shape. `op` and `name` are the operation and the tensor in the
+    message."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{op}: {name} is {list(tensor.shape)}, not {list(shape)}")
 
 
 def check_dims(op: str, name: str, tensor: Tensor, dims: int) -> None:
-    """Raise ValueError unless the tensor has this number of dimensions."""
+    """Raise ValueError unless a tensor has `dims` dimensions. `op` and `name` are the operation and the tensor in the
+    message."""
     if tensor.dim() != dims:
         raise ValueError(f"{op}: {name} has {tensor.dim()} dimensions {list(tensor.shape)}, not {dims}")
 
 
 def check_no_overlap(op: str, name: str, tensor: Tensor) -> None:
-    """Raise ValueError if a tensor to be written is expanded, so that several of its elements share memory."""
+    """Raise ValueError if a tensor to be written is expanded, so that several of its elements share memory. `op` and
+    `name` are the operation and the tensor in the message."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(f"{op}: {name} {list(tensor.shape)} is expanded (stride 0): give one with memory of its own")

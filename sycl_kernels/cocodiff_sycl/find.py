@@ -17,15 +17,15 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Runtime:
-    """A SYCL runtime."""
+    """A SYCL runtime on this machine: its library and its headers."""
 
     library: Path  # path of libsycl
     include: Path  # folder of its headers
-    version: str  # from the name and the size of the library's file
+    version: str  # version and size of the library's file, such as "8.0.0-5242880"
 
     @property
     def major(self) -> int:
-        """The major version."""
+        """The major version of the library."""
         return int(self.version.split(".")[0])
 
     @property
@@ -37,7 +37,7 @@ class Runtime:
 
 
 def find_runtime() -> Runtime:
-    """Return the runtime of this environment, or of the oneAPI compiler that is loaded.
+    """Return the SYCL runtime of this Python environment, or of the oneAPI compiler that is loaded.
 
     Raise Unavailable if there is none, or if torch has loaded another major version.
     """
@@ -74,14 +74,14 @@ def _prefixes() -> Iterator[Path]:
 
 def loaded_major() -> int | None:
     """Return the major version of the libsycl that this process has already loaded, as torch's XPU build does; None if
-    none."""
+    it has loaded none."""
     maps = Path("/proc/self/maps")
     found = re.search(r"/libsycl\.so\.(\d+)", maps.read_text()) if maps.exists() else None
     return int(found[1]) if found else None
 
 
 def find_compiler() -> str:
-    """Return a C++17 compiler: $CXX, g++, c++ or icpx. Raise Unavailable if there is none."""
+    """Return the command of a C++17 compiler: $CXX, g++, c++ or icpx. Raise Unavailable if there is none."""
     for name in (os.environ.get("CXX"), "g++", "c++", "icpx"):
         if name and shutil.which(name):
             return name

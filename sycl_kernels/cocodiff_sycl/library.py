@@ -56,25 +56,28 @@ log = logging.getLogger("cocodiff.kernels")
 
 @cache
 def numbers_of(count: int) -> struct.Struct:
-    """Return the struct of `count` integers of 8 bytes, as C takes them."""
+    """Return a struct format of `count` integers of 8 bytes, in which numbers are passed to C."""
     return struct.Struct(f"{count}q")
 
 
 class Layouts(Generic[T]):
-    """A cache of results that depend only on the layouts of tensors."""
+    """A cache of results that depend only on the layouts of tensors: shapes, strides, dtypes and devices."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
         self._kept: dict[Hashable, T] = {}
 
     def of(self, words: Hashable, tensors: Tensors, make: Callable[..., T], *arguments: Any) -> tuple[T, bytes]:
-        """Return make(*arguments), or the cached result for equal words and layouts; and the addresses of the tensors.
+        """Return (a function's result, perhaps from the cache; the addresses of the tensors).
 
         `words` and `tensors` together have to determine the result. Of a tensor, `make` may use shape, strides, dtype
         and device only. Exceptions are not cached.
 
         Args:
             words: everything besides tensors that the result depends on.
+            tensors: the tensors.
+            make: the function, called if the cache has no result for equal words and layouts.
+            arguments: its arguments.
         """
         addresses, layouts = self._look(tensors)
         key = words, layouts
@@ -88,13 +91,14 @@ class Layouts(Generic[T]):
 
 
 def look(tensors: Tensors) -> tuple[bytes, Hashable]:
-    """Return the tensors' addresses and the key of their layouts, in Python (see `Look`)."""
+    """Return (the tensors' addresses, a key of their layouts), computed in Python; see `Look`."""
     addresses = numbers_of(len(tensors)).pack(*[0 if x is None else x.data_ptr() for x in tensors])
     return addresses, tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
 class ExchangeTable(ctypes.Structure):
-    """The table of C functions for a library's tensors that DLPack defines and torch 2.13 has (DLPackExchangeAPI)."""
+    """The C functions by which a library's tensors can be read, in the form that DLPack defines and torch 2.13 has
+    (DLPackExchangeAPI)."""
 
     _fields_ = [
         *((name, c_uint32) for name in ("major", "minor")),
@@ -103,7 +107,12 @@ class ExchangeTable(ctypes.Structure):
 
 
 def look_of(library: Path) -> Look:
-    """Return a `Look` in C (tensors.hpp), or the one in Python if torch has no such table or one of another version."""
+    """Return the fastest function `Look` there is: in C (tensors.hpp), or in Python if torch has no table of C
+    functions or one of another version.
+
+    Args:
+        library: path of the C library.
+    """
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return look
@@ -163,16 +172,22 @@ class Library:
         self._flags = (WAIT if self.is_cpu else 0) | (COPY_TABLE if copy_tables else 0)
 
     def describe(self) -> list[str]:
-        """Return the device's name, driver, backend, "cpu" or "gpu", and its number of compute units."""
+        """Return [the device's name, its driver, its backend, "cpu" or "gpu", its number of compute units], all as
+        text."""
         text = ctypes.create_string_buffer(1024)
         if self._c.cocodiff_describe(self._device, text, len(text)):
             raise Unavailable(f"the SYCL device does not describe itself: {self._error()}")
         return text.value.decode(errors="replace").split("; ")
 
     def _build(self, runtime: Runtime, about: str) -> c_void_p:
-        """Return the kernels, from libsycl's cache, or compiled now while other processes wait.
+        """Return the C library's pointer to the kernels, from libsycl's cache, or compiled now while other processes
+        wait.
 
         If libsycl kept nothing last time, no process waits: each would only compile them after the one before.
+
+        Args:
+            runtime: the SYCL runtime.
+            about: device, driver and lanes, which the kernels differ by.
         """
         marker = self.folder / f"built-{''.join(c if c.isalnum() else '_' for c in about)}"
         if read_marker(marker) is None:
@@ -183,7 +198,12 @@ class Library:
         return self._build_kept(runtime, marker)
 
     def _build_kept(self, runtime: Runtime, marker: Path) -> c_void_p:
-        """Return the kernels, and find out whether libsycl keeps them for later processes."""
+        """Return the C library's pointer to the kernels, and write down whether libsycl keeps them for later processes.
+
+        Args:
+            runtime: the SYCL runtime.
+            marker: path of the file that is written.
+        """
         before, began = kept_binaries(), time.monotonic()
         bundle = self._compile(runtime)
         took_s = time.monotonic() - began
@@ -199,7 +219,8 @@ class Library:
         return bundle
 
     def _compile(self, runtime: Runtime) -> c_void_p:
-        """Compile the kernels. Raise Unavailable if that fails."""
+        """Compile the kernels, or take them from libsycl's cache. Return the C library's pointer to them. Raise
+        Unavailable if that fails."""
         source = kernel_source(self.lanes, not self.is_cpu).encode()
         bundle = c_void_p(self._c.cocodiff_build(self._device, source, kernel_option(runtime)))
         if not bundle:
@@ -207,9 +228,10 @@ class Library:
         return bundle
 
     def launch_of(self, kernel: str, groups: int, group_size: int, addresses: int, numbers: Sequence[int]) -> bytes:
-        """Return the common part of a kernel's launches, for `launch` (struct Launch of host.cpp).
+        """Return the part of a kernel's launches that stays the same, for `launch` (struct Launch of host.cpp).
 
         Args:
+            kernel: name of the kernel.
             groups: number of work-groups.
             group_size: work-items of a work-group.
             addresses: number of addresses that the kernel's struct begins with.
@@ -230,7 +252,8 @@ class Library:
             raise RuntimeError(f"a SYCL kernel failed on {self.device_name}: {self._error()}")
 
     def moves_of(self, pieces: Sequence[bytes], itemsize: int, look: bool) -> bytes:
-        """Return the common part of launches that move pieces, for `move` (struct MoveLaunch of host.cpp).
+        """Return the part of launches that move pieces which stays the same, for `move` (struct MoveLaunch of
+        host.cpp).
 
         A group of lanes moves at most CHUNK_BYTES; on a CPU less, if there are cores to share the work.
 
@@ -260,7 +283,7 @@ class Library:
             raise RuntimeError(f"the SYCL kernel of {op} failed on {self.device_name}: {self._error()}")
 
     def _kernel(self, name: str) -> int:
-        """Return the address of a kernel, which is looked up once."""
+        """Return the C library's address of a kernel by its name. It is looked up once."""
         if name not in self._kernels:
             found: int | None = self._c.cocodiff_kernel(self._bundle, name.encode())
             if not found:
@@ -286,15 +309,20 @@ def _error_of(c: ctypes.CDLL) -> str:
 
 
 def _first_error(c: ctypes.CDLL) -> str:
-    """Return the first error of a compiler's output, at most 300 characters."""
+    """Return the first error of the compiler's output that the C library has, at most 300 characters."""
     text = _error_of(c)
     return "error:" + text.partition("error:")[2][:300] if "error:" in text else text[:300]
 
 
 def _prepare(runtime: Runtime, folder: Path) -> int:
-    """Set environment variables that libsycl and the CPU device read when they are loaded; the user's settings stay.
+    """Set the environment variables that libsycl and the CPU device read when they are loaded; the user's settings
+    stay.
 
     Return the number of threads for the CPU device: torch's number unless the user has set another.
+
+    Args:
+        runtime: the SYCL runtime.
+        folder: the cache folder.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The pieces of a movement launch, as numbers: which of its tensors are copied to which others.
+"""The pieces of a launch that moves data, as numbers: which of its tensors are copied to which others.
 
 The C library makes the launch's table from them and from addresses, and checks row indices (moves.hpp).
 """
@@ -22,7 +22,8 @@ NONE = -1  # the place of a tensor that is absent
 
 
 def tensors_of(pieces: Iterable[Tensor | Rows]) -> list[Tensor | None]:
-    """Return PLACES tensors of each piece; None for absent ones."""
+    """Return the tensors of all pieces in one list, PLACES for each piece: a tensor and Nones, or the four tensors of
+    chosen rows."""
     found: list[Tensor | None] = []
     for piece in pieces:
         found += (piece, None, None, None) if isinstance(piece, Tensor) else piece.contained_tensors()
@@ -32,7 +33,14 @@ def tensors_of(pieces: Iterable[Tensor | Rows]) -> list[Tensor | None]:
 def packed(
     op: str, device: torch.device, messages: Sequence[Sequence[Tensor | Rows]], buffers: Sequence[Tensor]
 ) -> Pieces:
-    """Return the pieces that `pack` copies, message after message, to contiguous buffers."""
+    """Check what `pack` copies, and return its pieces, message after message.
+
+    Args:
+        op: the operation that errors name.
+        device: the device of all tensors.
+        messages: for each message its tensors or chosen rows.
+        buffers: the contiguous buffer of each message.
+    """
     pieces, place = Pieces(op, device, buffers[0].dtype), 0
     into = PLACES * sum(map(len, messages))
     for number, (message, buffer) in enumerate(zip(messages, buffers, strict=True)):
@@ -49,7 +57,14 @@ def packed(
 
 
 def placed(op: str, device: torch.device, parts: Sequence[Tensor | Rows], targets: Sequence[Tensor]) -> Pieces:
-    """Return the pieces that `unpack` copies, each to a slice of its own shape."""
+    """Check what `unpack` copies, and return its pieces.
+
+    Args:
+        op: the operation that errors name.
+        device: the device of all tensors.
+        parts: the tensors or chosen rows to copy.
+        targets: for each part the slice of the same shape that it is copied to.
+    """
     pieces = Pieces(op, device, targets[0].dtype)
     for number, (part, target) in enumerate(zip(parts, targets, strict=True)):
         pieces.add(part, PLACES * number, target, PLACES * len(parts) + number)
@@ -59,8 +74,16 @@ def placed(op: str, device: torch.device, parts: Sequence[Tensor | Rows], target
 def scattered(
     op: str, device: torch.device, rows: Sequence[Tensor], index_K: Tensor, caches: Sequence[Tensor]
 ) -> Pieces:
-    """Return the pieces that `scatter_rows` copies. The launch's tensors are the rows, then the index, then the
-    caches."""
+    """Check what `scatter_rows` copies, and return its pieces. The launch's tensors are the rows, then the index, then
+    the caches.
+
+    Args:
+        op: the operation that errors name.
+        device: the device of all tensors.
+        rows: tensors of K rows, [K, H, D].
+        index_K: the rows of the caches that are written, int64.
+        caches: for each tensor the cache that its rows are written to.
+    """
     pieces = Pieces(op, device, caches[0].dtype)
     for number, (rows_KHD, cache_RHD) in enumerate(zip(rows, caches, strict=True)):
         pieces.scatter(rows_KHD, number, cache_RHD, len(rows) + 1 + number, index_K, len(rows))
@@ -68,7 +91,12 @@ def scattered(
 
 
 def check_rows_exist(op: str, pieces: Iterable[Tensor | Rows]) -> None:
-    """Read indices and raise ValueError for rows out of range, where the C library cannot read their memory."""
+    """Raise ValueError if chosen rows are out of range. It is for devices whose memory the C library cannot read.
+
+    Args:
+        op: the operation that errors name.
+        pieces: tensors, which need no check, and chosen rows.
+    """
     for piece in pieces:
         if isinstance(piece, Tensor):
             continue
@@ -124,7 +152,16 @@ class Pieces:
     def scatter(
         self, rows_KHD: Tensor, place: int, cache_RHD: Tensor, into: int, index_K: Tensor, index_place: int
     ) -> None:
-        """Add a copy of rows to rows `index_K` of a cache. The places are those of the three tensors in the launch."""
+        """Add a copy of rows to given rows of a cache.
+
+        Args:
+            rows_KHD: the rows.
+            place: place of the rows among the launch's tensors.
+            cache_RHD: the cache.
+            into: its place.
+            index_K: the rows of the cache that are written, int64.
+            index_place: its place.
+        """
         self._check_written(cache_RHD, "a cache")
         length, count = cache_RHD.shape[0], index_K.shape[0]
         if cache_RHD.dim() != 3 or rows_KHD.shape != (count, *cache_RHD.shape[1:]):
@@ -136,7 +173,14 @@ class Pieces:
         self._note(places, 0, counts, _padded(rows_KHD.shape, 1), of, to, NOWHERE)
 
     def _note(self, places: tuple[int, ...], start: int, counts: tuple[int, int, int], *fours: Four) -> None:
-        """Add a struct Piece of moves.hpp."""
+        """Add a struct Piece of moves.hpp.
+
+        Args:
+            places: places of its tensors in the launch; NONE for absent ones.
+            start: first element of the buffer that is written.
+            counts: numbers of rows by which indices are checked; 0 for none.
+            fours: sizes, strides of the source, of the target and of the reference.
+        """
         numbers = [number for four in fours for number in four]
         self.found.append(numbers_of(26).pack(*places, start, *counts, *numbers))
 
@@ -153,16 +197,18 @@ class Pieces:
         return _padded(reference.stride(), 0)
 
     def _check_written(self, x: Tensor, what: str) -> None:
-        """Check a tensor that is written."""
+        """Raise an error unless a tensor can be written: its device, dtype and last stride fit, and no elements share
+        memory. `what` is the word for it in the message."""
         self._check(x, what)
         check_no_overlap(self.op, what, x)
 
     def _check(self, x: Tensor, what: str) -> None:
-        """Check a tensor's device, dtype and last stride."""
+        """Raise an error unless a tensor's device, dtype and last stride fit. `what` is the word for it in the
+        message."""
         check_like(self.op, self.device, self.dtype, **{what.replace(" ", "_"): x})
         check_last_stride(self.op, what, x)
 
 
 def _padded(of: tuple[int, ...], missing: int) -> Four:
-    """Extend sizes or strides to four dimensions, with `missing` in front."""
+    """Return sizes or strides extended to four dimensions, with the number `missing` in front."""
     return (*(missing,) * (4 - len(of)), *of)  # type: ignore[return-value]

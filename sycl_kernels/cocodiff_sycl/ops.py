@@ -36,21 +36,21 @@ def open_cpu(lanes: int | None = None, copy_tables: bool = False) -> SyclOps:
     """Return the operations on the CPU device, on a queue of their own. Raise Unavailable if they cannot be built.
 
     Args:
-        lanes: see `Library`.
-        copy_tables: see `Library`.
+        lanes: number of work-items that share a row; None for the device's own.
+        copy_tables: True to treat the device as one that cannot read the host's memory, for tests.
     """
     return SyclOps(_library_of_cpu(lanes, copy_tables), torch.device("cpu"), lambda: None)
 
 
 @cache
 def _library_of_cpu(lanes: int | None, copy_tables: bool) -> Library:
-    """Return the library of the CPU device. It is shared in a process: loading is costly, and it holds no state of a
-    run."""
+    """Open the library of the CPU device, once in a process: loading is costly, and it holds no state of a run."""
     return Library(None, lanes, copy_tables)
 
 
 def open_xpu(device: torch.device) -> SyclOps:
-    """Return the operations on torch's current stream of an XPU. Raise Unavailable if they cannot be built."""
+    """Return the operations of an XPU, each launched on torch's current stream. Raise Unavailable if they cannot be
+    built."""
 
     def current_queue() -> int:
         """Return the address of the current stream's queue."""
@@ -61,7 +61,7 @@ def open_xpu(device: torch.device) -> SyclOps:
 
 
 class SyclOps:
-    """The operations of one device."""
+    """The operations of one device as SYCL kernels, with the signatures and results of `TorchOps`."""
 
     def __init__(self, library: Library, device: torch.device, queue: Callable[[], int | None]) -> None:
         self.library, self.device, self._queue = library, device, queue
@@ -106,12 +106,15 @@ class SyclOps:
         pieces_of: Callable[..., Pieces],
         *arguments: Any,
     ) -> None:
-        """Move the pieces of an operation in one launch.
+        """Move data for an operation in one launch.
 
         Args:
+            op: the operation.
             lengths: everything about the arguments' structure that the tensors do not determine.
+            tensors: the launch's tensors.
             indexed: chosen rows whose indices are to be checked.
             pieces_of: returns the pieces for `arguments`.
+            arguments: the operation's own arguments.
         """
         launch, addresses = self._moves.of((op, lengths), tensors, self._launch_of, op, pieces_of, arguments)
         if self._reads_indices:
@@ -119,7 +122,13 @@ class SyclOps:
         self.library.move(op, launch, addresses, self._queue())
 
     def _launch_of(self, op: str, pieces_of: Callable[..., Pieces], arguments: tuple[Any, ...]) -> bytes:
-        """Return the common part of the launches that move the pieces of an operation."""
+        """Return the part of an operation's launches that stays the same for tensors of equal layouts.
+
+        Args:
+            op: the operation, which moves data.
+            pieces_of: returns the pieces for `arguments`.
+            arguments: the operation's own arguments.
+        """
         pieces = pieces_of(op, self.device, *arguments)
         return self.library.moves_of(pieces.found, pieces.dtype.itemsize, self.look)
 
@@ -209,10 +218,11 @@ class SyclOps:
         """Launch an operation of the residual codec.
 
         Args:
+            op: the operation.
             tensors: the tensors that struct Residuals of kernels/coder.hpp begins with, in its order.
             words: further arguments of `Plans.residual`.
-            factor: of the linear continuation that predicts.
-            onward: of the linear continuation that is written.
+            factor: factor of the linear continuation that predicts.
+            onward: factor of the linear continuation that is written.
         """
         plan, addresses = self._plans.of(self._plans.residual, tensors, op, *words)
         self._launch(plan, addresses, factors=(factor, onward))
@@ -249,13 +259,14 @@ class SyclOps:
             self._launch(plan, NOWHERE + addresses, *given, factors=(factor,))
 
     def _begins(self, tiles: int) -> Tensor:
-        """Return uninitialised memory for the beginnings of tiles in streams, int64 [tiles]."""
+        """Return uninitialised memory for the places at which tiles begin in streams, int64 [tiles]."""
         return torch.empty(tiles, dtype=torch.int64, device=self.device)
 
     def _launch(self, plan: Plan, addresses: bytes, *more: Tensor | None, factors: Sequence[float] = ()) -> None:
-        """Start a plan's launches.
+        """Start a plan's launches, one after the other.
 
         Args:
+            plan: the launches.
             addresses: the first members of the kernels' struct.
             more: tensors whose addresses follow; None for a null pointer.
             factors: floats that follow.

@@ -22,7 +22,7 @@ TILE = 16  # strips of a tile
 
 @dataclass(frozen=True)
 class Rows:
-    """A choice of rows of a tensor that is not gathered yet."""
+    """A choice of rows of a tensor, which a kernel gathers while it packs them."""
 
     source_RHD: Tensor  # the tensor that rows are chosen from
     index_K: Tensor  # the chosen rows, int64, in this order
@@ -31,15 +31,20 @@ class Rows:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the gathered rows, [1, K, H, D]. R counts the rows of all batch entries."""
+        """The shape that the gathered rows will have, [1, K, H, D] for K rows."""
         return torch.Size((1, len(self.index_K), *self.source_RHD.shape[1:]))
 
     def contained_tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that this consists of, for `used_on_current_stream`."""
+        """Return the tensors that the choice consists of, for `used_on_current_stream`; None for absent ones."""
         return self.source_RHD, self.index_K, self.reference_RHD, self.reference_index_K
 
     def split_with_sizes(self, sizes: Sequence[int], dim: int) -> list[Rows]:
-        """Split the rows by heads into consecutive parts of these sizes. `dim` has to be 2, the dimension of heads."""
+        """Cut the rows by heads into consecutive parts, as a tensor's method does. Return the parts.
+
+        Args:
+            sizes: number of heads of each part.
+            dim: must be 2, the dimension of heads in `shape`.
+        """
         assert dim == 2, "rows are split by heads"
         sources = self.source_RHD.split_with_sizes(sizes, 1)
         if self.reference_RHD is None:
@@ -51,7 +56,7 @@ class Rows:
         ]
 
     def new_empty(self, *shape: Any) -> Tensor:
-        """Return an empty tensor with the dtype and device of the source."""
+        """Return an uninitialised tensor of the given shape with the dtype and device of the source."""
         return self.source_RHD.new_empty(*shape)
 
     def __len__(self) -> int:
@@ -60,40 +65,68 @@ class Rows:
 
 
 class Cut(NamedTuple):
-    """A cut of a tensor [B, T, H, ...] into blocks."""
+    """A cut of a tensor [B, T, H, ...] (T tokens) into blocks, one for each rank that a tensor is sent to or received
+    from."""
 
     dim: int  # 1: along rows; 2: along heads
-    sizes: tuple[int, ...]  # of the blocks along `dim`
+    sizes: tuple[int, ...]  # rows or heads of each block, along `dim`
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return batch size, tokens and heads of every block of a tensor [B, T, H, ...]."""
+        """Return (batch size, tokens, heads) of every block.
+
+        Args:
+            shape: shape of the tensor, [B, T, H, ...].
+        """
         B, T, H = shape[:3]
         return [(B, size, H) if self.dim == 1 else (B, T, size) for size in self.sizes]
 
     def cells(self, shape: Sequence[int]) -> list[int]:
-        """Return the number of cells (a token and head of one batch entry) of every block of a tensor [B, T, H,
-        ...]."""
+        """Return the number of cells of every block. A cell is one token and head of one batch entry.
+
+        Args:
+            shape: shape of the tensor, [B, T, H, ...].
+        """
         return [math.prod(block) for block in self.shapes(shape)]
 
     def tiles(self, shape: Sequence[int], head_dim: int) -> list[int]:
-        """Return the number of tiles of every block of a tensor [B, T, H, ...]."""
+        """Return the number of tiles of every block, the groups of 16 strips in which the lossless codec stores it.
+
+        Args:
+            shape: shape of the tensor, [B, T, H, ...].
+            head_dim: channels of a head.
+        """
         strips = (B * -(-T // TOKENS) * -(-H * head_dim // RUN) for B, T, H in self.shapes(shape))
         return [-(-count // TILE) for count in strips]
 
 
 def most_bytes(cells: int, head_dim: int) -> int:
-    """Return the largest number of bytes that the stream of a block with `cells` cells can take."""
+    """Return the largest number of bytes that the lossless codec's stream of a block can take.
+
+    Args:
+        cells: number of tokens times heads in the block.
+        head_dim: channels of a head.
+    """
     # The worst case: strips of one token, each with a byte for its size.
     strips = cells * -(-head_dim // RUN)
     return 2 * RUN * strips + strips + 4 * -(-strips // TILE)
 
 
 def room_of(cells: int, width: int) -> int:
-    """Return the number of bytes of a stream's first part, `width` for each cell, rounded down to whole words of 2."""
+    """Return the number of bytes of a stream's first part, whose size is fixed, rounded down to whole words of 2 bytes.
+
+    Args:
+        cells: number of tokens times heads in the block.
+        width: bytes for each of them.
+    """
     return cells * width // 2 * 2
 
 
 def stream_places(cells: Sequence[int], head_dim: int) -> list[int]:
-    """Return the first byte of each block's stream in a buffer with room for any streams, and at the end the buffer's
-    size."""
+    """Return the first byte of each block's stream in a buffer that has room for streams of any length, and last the
+    buffer's size.
+
+    Args:
+        cells: number of tokens times heads in each block.
+        head_dim: channels of a head.
+    """
     return list(accumulate((most_bytes(count, head_dim) // 2 * 2 for count in cells), initial=0))

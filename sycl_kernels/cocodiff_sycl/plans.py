@@ -33,7 +33,7 @@ GROUP_BYTES = 8 * 1024, 32 * 1024  # least bytes (starting costs) and most bytes
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The launches of one operation, one after the other, without addresses."""
+    """The launches of one operation, one after the other, which lack only the tensors' addresses."""
 
     launches: tuple[bytes, ...]  # as the C library takes them; none if there is nothing to do
     table: Tensor | None = None  # description of the blocks, for kernels of the lossless codec
@@ -41,11 +41,8 @@ class Plan:
 
 
 def _divisor(number: int) -> int:
-    """Return a divisor in the form that kernels take: they multiply by its inverse and shift, which is exact below
-    2**31.
-
-    Return 0 for 1.
-    """
+    """Return a divisor in the form in which kernels take it; 0 for 1. They multiply by its inverse and shift, which is
+    exact below 2**31."""
     shift = (number - 1).bit_length()
     return -(-(2 ** (31 + shift)) // number) | (shift - 1) << 32 if number > 1 else 0
 
@@ -56,19 +53,20 @@ def _strides_of(*tensors: Tensor | None) -> list[int]:
 
 
 class Plans:
-    """The plans of one device's operations. Making a plan raises an error if the tensors do not fit the operation."""
+    """The plans of one device's arithmetic operations. Making a plan raises an error if the tensors do not fit the
+    operation."""
 
     def __init__(self, library: Library, device: torch.device) -> None:
         self._library, self._device = library, device
         self._layouts: Layouts[Any] = Layouts(library.look)
 
     def of(self, make: Callable[..., T], tensors: Tensors, *words: object) -> tuple[T, bytes]:
-        """Return what the method `make` returns for an operation, maybe from the cache, and the addresses of its
-        tensors.
+        """Return (the plan of an operation, perhaps from the cache; the addresses of its tensors).
 
         Args:
-            tensors: first arguments of `make`.
-            words: the other arguments.
+            make: the method of this class that makes the plan.
+            tensors: its first arguments.
+            words: its other arguments.
         """
         return self._layouts.of((make, words), tensors, make, *tensors, *words)
 
@@ -114,7 +112,12 @@ class Plans:
         return self._plan("compact_rows", 6, groups, items, (ranks, rows, columns, ranks // groups))
 
     def _check_tables(self, op: str, **tables: Tensor) -> None:
-        """Raise ValueError unless the tensors are int64, on the device and contiguous."""
+        """Raise ValueError unless all tensors are contiguous int64 on the device.
+
+        Args:
+            op: the operation that the message names.
+            tables: the tensors, by the names for the message.
+        """
         for name, table in tables.items():
             self._check_kind(op, name, table, torch.int64)
             if not table.is_contiguous():
@@ -175,7 +178,8 @@ class Plans:
         return self._of_rows(kernel, 4, rows, max(1, D) * out_BLHD.element_size(), values)
 
     def _check_kind(self, op: str, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Raise ValueError unless the tensor has this dtype and is on the device."""
+        """Raise ValueError unless a tensor has this dtype and is on the device. `op` and `name` are the operation and
+        the tensor in the message."""
         if tensor.dtype != dtype or tensor.device != self._device:
             raise ValueError(f"{op}: {name} is {tensor.dtype} on {tensor.device}: give {dtype} on {self._device}")
 
@@ -264,7 +268,9 @@ class Plans:
         """Raise an error unless the tensors fit the lossless codec.
 
         Args:
-            tensors: x, the last values, those before, and where the next ones are written.
+            op: the operation that the message names.
+            tensors: x, the last values, those before, and the tensor that the next ones are written to; None for absent
+                ones.
         """
         there = {name: x for name, x in zip(("x", "last", "before", "written"), tensors, strict=True) if x is not None}
         written_BLHD = there["written"]
@@ -283,10 +289,13 @@ class Plans:
     def _streams(
         self, kernels: Sequence[str], tensors: Tensors, cut: Cut, places: Sequence[int] | None, width: int
     ) -> Plan:
-        """Return the plan of kernels of the lossless codec.
+        """Return the plan of kernels of the lossless codec, which are launched one after the other.
 
         Args:
-            tensors: x, the last values, those before, and where the next ones are written.
+            kernels: names of the kernels.
+            tensors: x, the last values, those before, and the tensor that the next ones are written to; None for absent
+                ones.
+            cut: the cut of the tensor into blocks.
             places: first byte of every stream; None for first parts, one after the other.
             width: bytes of a first part for each token and head.
         """
@@ -321,6 +330,8 @@ class Plans:
         """Return the number of consecutive rows for one group of LANES work-items.
 
         Args:
+            rows: number of all rows.
+            row_bytes: bytes of a row.
             alike: number of rows that share data which a GPU then keeps.
         """
         library = self._library
@@ -337,9 +348,12 @@ class Plans:
         """Return the plan of a kernel that goes through rows, with as many work-groups as there is work for.
 
         Args:
+            kernel: name of the kernel.
             addresses: number of addresses that the kernel's struct begins with.
+            rows: number of rows.
+            row_bytes: bytes of a row.
             values: members of the struct after the number of rows and the rows of one group.
-            alike: see `_rows_each`.
+            alike: number of rows that share data which a GPU then keeps.
         """
         library, each = self._library, self._rows_each(rows, row_bytes, alike)
         groups = -(-rows // (each * library.packed))
@@ -349,7 +363,10 @@ class Plans:
         """Return a plan of one launch, or of none if `groups` is 0.
 
         Args:
+            kernel: name of the kernel.
             addresses: number of addresses that the kernel's struct begins with.
+            groups: number of work-groups.
+            items: work-items of a work-group.
             values: the other members of the struct.
         """
         return Plan((self._library.launch_of(kernel, groups, items, addresses, values),) if groups else ())

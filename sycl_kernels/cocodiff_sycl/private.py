@@ -12,7 +12,8 @@ from cocodiff_sycl.find import Unavailable
 
 
 def private_folder(folder: Path) -> Path:
-    """Return the folder with links resolved. It is made, open to this user only, if it does not exist.
+    """Return a folder with links resolved, once it is known to be private. It is made, open to this user only, if it
+    does not exist.
 
     Raise Unavailable if it cannot be made, or if anyone but this user and root can write it, anything in it, or a
     folder above it. From above they could replace it. A sticky folder above, like /tmp, is accepted.
@@ -31,7 +32,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def _fault_above(folder: Path) -> str:
-    """Return what is wrong with the folders above a folder, with the remedy; "" if nothing is."""
+    """Return a text that says which folder above a folder others can change, with the remedy; "" if none."""
     # In containers without a root of their own, the owner of / stands in for root.
     owners = {os.geteuid(), 0, Path(folder.anchor).stat().st_uid}
     for path in folder.parents:
@@ -44,7 +45,7 @@ def _fault_above(folder: Path) -> str:
 
 
 def _fault_inside(folder: Path) -> str:
-    """Return what is wrong with a folder and everything in it, with the remedy; "" if nothing is.
+    """Return a text that says what in a folder others may have written, with the remedy; "" if nothing.
 
     Modes do not matter below a folder that no one else may enter.
     """
@@ -67,12 +68,20 @@ def _fault_inside(folder: Path) -> str:
 
 
 def _others_write(about: os.stat_result) -> bool:
-    """Return True if a file's mode lets anyone but its owner write it."""
+    """Return True if a file's mode lets anyone but its owner write it.
+
+    Args:
+        about: the file's status.
+    """
     return bool(about.st_mode & stat.S_IWOTH or (about.st_mode & stat.S_IWGRP and not _is_own_group(about)))
 
 
 def _is_own_group(about: os.stat_result) -> bool:
-    """Return True if a file's group is the one that many systems make for its owner only, with the user's name."""
+    """Return True if a file's group is the one that many systems make for its owner only, with the user's name.
+
+    Args:
+        about: the file's status.
+    """
     try:
         group, user = grp.getgrgid(about.st_gid), pwd.getpwuid(about.st_uid)
     except KeyError:
@@ -81,7 +90,7 @@ def _is_own_group(about: os.stat_result) -> bool:
 
 
 def _name(uid: int) -> str:
-    """Return the user's name, or the number if there is no name."""
+    """Return "user" and a user's name, or the number if there is no name."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
