@@ -25,8 +25,7 @@ class Links:
     message_us: float = 0.0  # microseconds between two messages that a rank starts
     blocked_us: float = 0.0  # microseconds for which each message that is sent or received blocks the rank's host
     link_share: float = 1.0  # share of these rates that messages reach
-    # share of that reduced rate that a message to another plane reaches, since a tile of the same card forwards it
-    forwarding_share: float = 1.0
+    forwarding_share: float = 1.0  # further share for messages to another plane, which a tile of the card forwards
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nic_of", tuple(self.nic_of))
@@ -71,8 +70,7 @@ class Device:
     overlap_share: float = 1.0  # share of a message's time that arithmetic can hide
     library_mib: float = 0.0  # MiB of the tile that the communication library takes for a process
     across_mib: float = 0.0  # MiB that the library takes in addition if ranks are on several nodes
-    # True if its torch has an attention kernel that returns the log-sum-exp, which merging needs
-    sums_kernel: bool = True
+    sums_kernel: bool = True  # True if torch's attention kernel returns the log-sum-exp, which merging needs
 
     def __post_init__(self) -> None:
         check_shares("device", peak_share=self.peak_share)
@@ -102,8 +100,7 @@ class Machine:
 
     name: str  # name of the machine, as in its file
     tiles: int  # number of tiles of a card
-    # plane of every tile of a node in rank order, or of every tile of one card, repeated for each card
-    planes: tuple[int, ...]
+    planes: tuple[int, ...]  # plane of each tile of a node in rank order; or of one card's tiles, for all cards
     cards: int | None = None  # number of cards of a node; None: as many as the ranks need
     nodes: int | None = None  # number of nodes of the machine; None: any number
     links: Links = field(default_factory=Links)  # rates and delays between tiles, and of the NICs

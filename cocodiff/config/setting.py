@@ -31,20 +31,17 @@ class Option:
     default: Any = None  # None if `required`
     type: Any = str  # type of one value, or a union such as int | str
     many: bool = False  # True if it takes several values of `type`
-    # The words that it takes: names, a table of the registry, or a function that returns them, read at every use. ():
-    # any word.
-    choices: Iterable[str] | Callable[[], Iterable[str]] = ()
+    # They are names, a table of the registry, or a function that returns them, read at every use.
+    choices: Iterable[str] | Callable[[], Iterable[str]] = ()  # the words that it takes; (): any word
     required: bool = False  # True if the user must give it
     numbers: bool = False  # True if a number in a settings file is taken as the text that it is written as
     least: float = -inf  # smallest number it takes
     most: float = inf  # largest number it takes
     wanted: str = ""  # words for its values in errors; by default made from type, `least` and choices
-    # Where it may be given, apart from Python. "sweep": in presets, by a flag, and in each point of a sweep; "run": in
-    # presets and by a flag, with one value for all points of a sweep; "machine": by a flag, for every preset; "code":
-    # in presets only.
-    given: Literal["sweep", "run", "machine", "code"] = "sweep"
-    # Another setting, and the values of it with which this one has an effect. None: it always has one.
-    only_with: tuple[str, ...] | None = None
+    # "sweep": in presets, by a flag, and in each point of a sweep; "run": in presets and by a flag, with one value for
+    # all points of a sweep; "machine": by a flag, for every preset; "code": in presets only.
+    given: Literal["sweep", "run", "machine", "code"] = "sweep"  # where users may give it, apart from Python
+    only_with: tuple[str, ...] | None = None  # another setting, then its values with which this one has an effect
 
     @property
     def words(self) -> tuple[str, ...]:

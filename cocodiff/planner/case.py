@@ -40,9 +40,9 @@ class ModelShape:
     pixels_per_token: int = 16  # pixels of a token's side: the VAE's factor times the patch
     rows_per_image: int = 1  # batch rows of a call for one image: 2 if guidance puts both halves in one call
     branches: int = 1  # calls in one step: 2 if guidance calls the model twice
-    # Tensors of all image tokens on a rank before the engine cuts them: 3 if the model adds positions to them (the
-    # patches' output, the positions, the sum), 1 if they are cut at the first block, 0 if the call's inputs are cut.
-    unsharded_copies: int = 0
+    # 3 if the model adds positions to them (the patches' output, the positions, the sum), 1 if they are cut at the
+    # first block, 0 if the call's inputs are cut.
+    unsharded_copies: int = 0  # tensors of all image tokens on a rank before the engine cuts them among ranks
     encoders: int = 0  # elements of the weights of all text encoders; 0 if that is not known
     vae: VaeSize | None = None  # memory of the VAE; None if that is not known
     video: Video | None = None  # default size of the videos that the model makes; None for images

@@ -34,8 +34,7 @@ class Decisions:
     predictor: str  # its setting `predictor`
     tau: float  # its setting `tau`: tensors are displaced below this relative change
     about: str  # a description of the run
-    # for every step, pairs (tensors that are displaced together, such as "qk", or ""; part of the attention calls)
-    displaced: tuple[tuple[tuple[str, float], ...], ...]
+    displaced: tuple[tuple[tuple[str, float], ...], ...]  # by step: (displaced tensors, as "qk"; part of the calls)
 
     @property
     def steps(self) -> int:

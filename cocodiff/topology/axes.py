@@ -36,8 +36,7 @@ class Mesh:
 
     topology: Topology  # the ranks that share the sequence
     groups: tuple[tuple[int, ...], ...]  # groups[g][u]: the rank at slot u of Ulysses group g
-    # "topology": neighbours form a ring, Ulysses uses the slow links; "usp": neighbours form a group
-    placement: str = "topology"
+    placement: str = "topology"  # which ranks fast links join: those of a ring ("topology") or of a group ("usp")
     axis: str = "card"  # neighbours on a node: "card" (siblings first) or "plane"
     kind: str = "keys"  # what is passed around the rings, a name in the registry's `RINGS`
     # cache of `layouts`, by segments and number of heads
@@ -232,8 +231,7 @@ class Axes:
     """
 
     topology: Topology  # all ranks of the run
-    # branches[r][g]: ranks of guidance branch g of replica r, ascending
-    branches: tuple[tuple[tuple[int, ...], ...], ...]
+    branches: tuple[tuple[tuple[int, ...], ...], ...]  # [r][g]: ranks of branch g of replica r, ascending
 
     @classmethod
     def build(cls, topology: Topology, replica: int = 1, guidance: int = 1) -> Axes:

@@ -33,15 +33,14 @@ def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A named part of a sequence, such as text or image."""
+    """A named part of a sequence, such as text or image, whose tokens are divided among the ranks."""
 
-    name: str
+    name: str  # such as "image"
     tokens: int  # number of tokens on all ranks together
     on_every_rank: bool = False  # True if every rank needs at least one token
     may_stay: bool = False  # True if V-Major may leave its unchanged tokens unsent
-    # The end of the topology's `shard_order` whose ranks get the extra tokens, "front" or "back". Two segments with
-    # different ends give no rank a second extra before every rank has one.
-    extras_from: str = "front"
+    # Two segments with different ends give no rank a second extra before every rank has one.
+    extras_from: str = "front"  # end of `shard_order` whose ranks get one token more: "front" or "back"
 
     def shares(self, topology: Topology) -> tuple[int, ...]:
         """Return the number of this segment's tokens on each rank, by rank; the numbers differ by at most one.
@@ -87,8 +86,7 @@ class Layout:
 
     parts: tuple[ShardedSegment, ...]  # the segments, in the model's order
     heads: tuple[int, ...]  # number of heads of every rank
-    # order of the ranks in this rank's sequence, where it differs (Torus); empty for 0, 1, 2, ...
-    sequence: tuple[int, ...] = ()
+    sequence: tuple[int, ...] = ()  # order of the ranks in this rank's sequence (Torus); empty for 0, 1, 2, ...
 
     @classmethod
     def build(cls, topology: Topology, segments: Segments, heads: int) -> Layout:

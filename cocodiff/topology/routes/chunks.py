@@ -158,8 +158,7 @@ class ExchangeTable:
     """A table of measurements that says which exchange to use by the size of the tensors, for the setting `exchange:
     auto`."""
 
-    # (largest MB per rank, name of the exchange), ascending; the last limit is infinite
-    rows: tuple[tuple[float, str], ...]
+    rows: tuple[tuple[float, str], ...]  # (largest MB per rank, exchange), ascending; the last limit is infinite
 
     def exchange_for(self, megabytes: float) -> str:
         """Return the name of the exchange for tensors of a given size.

@@ -35,8 +35,7 @@ class Phase:
     lane: str  # the link group that carries it, "sibling" or "plane" (planes and nodes)
     sends: Messages  # to each receiver, its blocks in the order in which the message has them
     receives: Messages  # from each sender, likewise
-    # 0: blocks go straight to their owner; 1: to a rank that will pass them on; 2: that rank passes them on.
-    hop: int = 0
+    hop: int = 0  # 0: blocks go straight to their owner; 1: to a rank that will pass them on; 2: onward from there
 
     def reversed(self) -> Phase:
         """Return this phase as it is on the way back, for attention's output: sends and receives are swapped."""

@@ -45,8 +45,7 @@ class Visit(NamedTuple):
 class Grid:
     """The members of a ring (indices from 0), arranged by node, card and tile, and the way of blocks between them."""
 
-    # number of nodes, cards of a node, tiles of a card; their product is the number of members
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # number of nodes, cards of a node, tiles of a card
     members: tuple[int, ...]  # the members in the order of the grid, tiles fastest
     along: tuple[int, ...] = LEVELS  # levels along which blocks are passed; without `NODE` they stay on their node
 
