@@ -36,7 +36,8 @@ TIMEOUT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Config:
-    """The engine's settings. Each field is a record that checks, flags, help and sweeps are made from."""
+    """The engine's settings. Each field is made by `setting` from its default, its help and its limits, of which
+    checks, flags, help and sweeps are made."""
 
     exchange: str = setting(
         "tapa",

@@ -37,7 +37,7 @@ def irregular(path: str | Path) -> str:
 
 
 def is_there(path: str | Path) -> bool:
-    """Return True if a path exists. A name that no file can have, for instance one that is too long, does not exist."""
+    """Return True if a path exists. A name that no file can have, for instance one that is too long, gives False."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):
@@ -117,7 +117,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file that appears complete or not at all. An existing file is replaced."""
+    """Write a text to a file, in place of an existing one. The file appears complete or not at all."""
     with appearing(path) as unfinished:
         unfinished.write_text(text)
 

@@ -14,7 +14,7 @@ from cocodiff.config.errors import UserError
 
 @dataclass(frozen=True)
 class Links:
-    """The rates and delays of a node's links. Rates are unidirectional."""
+    """The rates and delays of the links of one node's tiles, and of its NICs. Rates are of one direction."""
 
     sibling_gb_s: float = 10.0  # GB/s between tiles of a card
     plane_gb_s: float = 10.0  # GB/s of a link between two tiles of a plane
@@ -78,7 +78,7 @@ class Device:
 
     @property
     def memory(self) -> int | None:
-        """The bytes of memory; None if the machine file does not say."""
+        """The bytes of memory of a tile; None if the machine file does not say."""
         return int(self.memory_gib * 2**30) or None
 
 

@@ -76,7 +76,7 @@ def imported(name: str) -> Any:
 
 
 class _Late(ModuleType):
-    """A module whose code is executed at the first access to one of its attributes."""
+    """A module that `import_late` registers: its code is executed at the first access to one of its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         self.__class__ = ModuleType  # type: ignore[assignment]

@@ -23,8 +23,11 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command (`--name`), or one setting of the engine. The fields from `least` on are used for
-    settings of the engine only."""
+    """The description of one option of a command (`--name`) or of one setting of the engine, by which values are parsed
+    and checked.
+
+    The fields from `least` on are used for settings of the engine only.
+    """
 
     name: str  # the option's name, without dashes
     help: str  # one line of help

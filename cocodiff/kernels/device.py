@@ -178,12 +178,13 @@ class StreamMark:
             self._event.record(self._module.current_stream(device))
 
     def wait(self) -> None:
-        """Make the caller's current stream wait for this point; the host does not block."""
+        """Make the caller's current stream wait until the marked stream has reached this point; the host does not
+        block."""
         if self._module is not None:
             self._module.current_stream(self._device).wait_event(self._event)
 
     def wait_on_host(self) -> None:
-        """Block until this point has been reached."""
+        """Block the calling thread until the marked stream has reached this point."""
         if self._module is not None:
             self._event.synchronize()
 

@@ -90,7 +90,8 @@ def begins_of(path: str, device: str, dtype: torch.dtype) -> Mapping[str, float]
 
 
 class Kernels(TorchOps):
-    """The operations of `TorchOps`, each by the path that was asked for or, with `auto`, the one measured as faster."""
+    """The operations of `TorchOps`, each run by SYCL or by torch: as the user asks, or with "auto" by which was
+    measured as faster for its size."""
 
     def __init__(
         self,

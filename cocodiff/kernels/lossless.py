@@ -190,7 +190,7 @@ def _first_parts(code_BLHW: Tensor, cut: Cut) -> Sequence[Tensor]:
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """Return the exponent bits of non-negative float32 numbers, int32."""
+    """Return the exponent bits of float32 numbers, int32. The numbers are not negative."""
     return x.contiguous().view(torch.int32) >> 23 & 255
 
 
@@ -338,14 +338,16 @@ class _Strips:
 
     A strip is 8 numbers of each of up to 32 consecutive tokens of a block, a tile is 16 strips of a block. S counts
     strips and T tiles, block after block.
-
-    Args:
-        shape: shape of the tensor, [B, tokens, H, D].
-        cut: the cut of the tensor into blocks.
-        device: the device of the index tensors.
     """
 
     def __init__(self, shape: tuple[int, ...], cut: Cut, device: torch.device) -> None:
+        """Compute the index tensors.
+
+        Args:
+            shape: shape of the tensor, [B, tokens, H, D].
+            cut: the cut of the tensor into blocks.
+            device: the device of the index tensors.
+        """
         (_, T, H, D), starts = shape, accumulate(cut.sizes, initial=0)
         parts, numbers, self._tiles = list[Tensor](), list[int](), list[int]()
         shapes = cut.shapes(shape)

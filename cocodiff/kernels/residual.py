@@ -83,7 +83,7 @@ class Reconstructions(NamedTuple):
 
     @property
     def older(self) -> Tensor:
-        """The reconstruction that the next one overwrites."""
+        """The reconstruction that the next one overwrites: the older one, or the only one."""
         return self.last if self.before is None else self.before
 
 

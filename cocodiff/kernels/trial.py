@@ -77,7 +77,7 @@ def _run(op: str, ops: SyclOps | TorchOps, dtype: torch.dtype, device: torch.dev
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        """Return normally distributed numbers on the device."""
+        """Return normally distributed random numbers of a shape, as a tensor on the device."""
         return torch.randn(shape, generator=generator).to(kind).to(device)
 
     x_BLHD, other_BLHD = random(B, L, H + 1, D)[:, :, :H], random(B, L, H, D)

@@ -48,7 +48,8 @@ class PricedMesh(NamedTuple):
 
 
 def price(config: Config, mesh: Mesh, work: AttentionWork) -> PricedMesh:
-    """Predict the bytes and seconds of one layer on a mesh. Raise UserError if the settings do not allow the mesh.
+    """Predict the cost of one layer on a mesh: return the mesh with its bytes and seconds. Raise UserError if the
+    settings do not allow the mesh.
 
     Args:
         config: the engine's settings.

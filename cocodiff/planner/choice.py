@@ -286,7 +286,7 @@ class Choice:
 
     @property
     def reason(self) -> str | None:
-        """The reason why there are no predicted times; None if there are."""
+        """The sentence that says why no times are predicted for the machine; None if they are."""
         return untimed(self.machine)
 
     def check_fits(self) -> None:

@@ -38,8 +38,8 @@ class CallKind(NamedTuple):
     """A kind of attention calls that cost the same: by the codec's state, and by the tensors that are displaced."""
 
     whole: bool = False  # True for a run's first calls, without a prediction: tensors whole, or coded in most bits
-    stable: float = 0.0  # the fraction of tokens that are not sent
-    fine: bool = False  # True with the bits of the last steps
+    stable: float = 0.0  # the fraction of tokens that V-Major does not send
+    fine: bool = False  # True for calls of the last steps, whose code has twice the bits
     displaced: str = ""  # names of the tensors that no call waits for, as "qkv"
 
 
@@ -147,14 +147,14 @@ class Costs:
 
 
 def costs_of(config: Config) -> Costs:
-    """Return the costs of the codec that the settings name."""
+    """Return the costs of the codec that the settings choose, as the planner counts them."""
     name = codec_name(config)
     found: type[Costs] = load(COSTS, name) if name in COSTS else Costs
     return found(config)
 
 
 class VMajorCosts(Costs):
-    """The costs of V-Major (CoCoDiff section III-D)."""
+    """The costs of V-Major (CoCoDiff section III-D), which sends only the tokens whose v changed most."""
 
     def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
         """Return the number of rows that each rank of a Ulysses group sends of each of q, k and v, by rank.

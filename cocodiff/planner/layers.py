@@ -46,8 +46,8 @@ class Kind(NamedTuple):
 
     name: str  # "joint", "parallel" or "image", see `ModelShape`
     layers: int  # number of layers
-    coded: int  # number of those that keep tensors; the others' calls are as a run's first
-    segments: Segments  # tokens of their attention
+    coded: int  # number of those that keep tensors between calls; the others' calls are as a run's first
+    segments: Segments  # segments of the sequence that they attend to
     beside: bool = False  # True if the MLP is computed while q and k are sent
 
 
@@ -97,10 +97,11 @@ def of_kind(known: Mapping[CallKind, float], kind: CallKind) -> float:
 
 
 def over_steps(known: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """Return the mean over all steps of a quantity that depends on the kind of calls, such as seconds.
+    """Return the mean over all steps of a quantity that depends on the kind of attention calls, such as seconds.
 
     Args:
-        known: its values for some kinds. For others it is interpolated in the fraction of tokens that are not sent.
+        known: its values for some kinds of calls. For others it is interpolated in the fraction of tokens that are not
+            sent.
         steps: for every step, the share of its calls that is of each kind.
     """
     return statistics.mean(sum(part * of_kind(known, kind) for kind, part in step.items()) for step in steps)
@@ -115,24 +116,24 @@ class Moved(NamedTuple):
 
     name: str  # the work that is done, such as "attention"
     lane: str  # the thread that does it
-    start_s: float  # seconds from its layer's start
-    end_s: float  # likewise
+    start_s: float  # its start, in seconds from its layer's start
+    end_s: float  # its end, in seconds from its layer's start
 
 
 class LayerPlan(NamedTuple):
     """The predicted cost of one layer in attention calls of one kind, on the rank that computes longest."""
 
-    seconds: float  # until the next layer begins
+    seconds: float  # seconds until the next layer begins
     compute_s: float  # seconds that the rank computes
-    spans: list[Moved]  # of the main thread and the lanes
+    spans: list[Moved]  # what the main thread and the lanes (background threads) do when
     bytes: dict[str, float]  # bytes that all ranks send, by link class
 
 
 class Sent:
     """The messages of one layer in attention calls of one kind, on all ranks."""
 
-    forward: Sequence[Hop] = ()  # the hops of each of q, k and v
-    back: Sequence[Hop] = ()  # the hops of the output
+    forward: Sequence[Hop] = ()  # costs of the stages in which each of q, k and v is sent
+    back: Sequence[Hop] = ()  # costs of the stages in which the output is sent back
     stages: Seconds | None = None  # seconds of attention together with its messages, if these go in chunks
 
     def __init__(self, case: Case, kind: Kind, call: CallKind) -> None:
@@ -180,7 +181,7 @@ class Sent:
 
     @property
     def busiest_node(self) -> float:
-        """The largest number of bytes that leave one node."""
+        """The number of bytes that leave the node which sends most to other nodes, in the layer."""
         return float(np.sum([often * one.out_of for often, one in self.messages], axis=0).max())
 
 
@@ -232,8 +233,9 @@ class PlannedLayer:
 class PlannedCall:
     """A simulation of one rank that runs layers of one kind: when it computes, sends, and waits for messages.
 
-    The setting's order, which decides when q, k and v are made and sent, runs as in the engine. To it this object is
-    the strategy, the transfer and the trace. Tensors are sent hop by hop, each when its lane is free.
+    The order that the settings name is a function that makes and sends q, k and v. It runs as in the engine, and is
+    given this object as strategy, transfer and trace. Tensors are sent stage by stage, each when its lane (background
+    thread) is free.
     """
 
     def __init__(self, case: Case, kind: Kind, call: CallKind, sent: Sent) -> None:
@@ -285,8 +287,8 @@ class PlannedCall:
         return max(self._free.values(), default=0.0)
 
     def attend(self, qkv: LazyQKV, _layer_key: LayerKey) -> Tensor:
-        """Simulate one attention call. Layers call it in place of a strategy's `attend`, so the arguments are the
-        same."""
+        """Simulate one attention call, and return a tensor that stands for the output. Layers call it in place of a
+        strategy's `attend`, so the arguments are the same."""
         times, in_stages = self._layer.times, self._sent.stages
         load(ORDERS, self._case.config.order)(qkv, self, self)
         self._wait("q", "k", "v")
@@ -438,7 +440,7 @@ class StepPlan:
 
     @property
     def communication_share(self) -> float:
-        """The part of a step in which the rank with most to compute does not compute."""
+        """The part of a step, from 0 to 1, in which the rank that computes longest waits for messages instead."""
         return 1 - self.compute_s / self.step_s if self.step_s else 0.0
 
 
@@ -465,7 +467,12 @@ def plan_step(case: Case) -> StepPlan:
     step_s, compute_s, waits, sent = 0.0, 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
 
     def of_step(kind: Kind, known: Mapping[CallKind, float]) -> float:
-        """Return the mean over steps of a quantity, summed over all layers of a kind."""
+        """Return the mean over steps of a quantity, summed over all layers of a kind.
+
+        Args:
+            kind: the layers.
+            known: the quantity of one layer, by kind of attention calls.
+        """
         return kind.coded * over_steps(known, every) + (kind.layers - kind.coded) * known[WHOLE]
 
     for call in case.calls:

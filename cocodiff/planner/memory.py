@@ -67,13 +67,13 @@ class RankMemory:
     """The bytes that one rank needs in a run, by what they are for."""
 
     weights: int = 0  # all weights of the transformer on this rank, with buffers for split ones
-    activations: int = 0  # the estimate of `activations`
+    activations: int = 0  # temporary tensors of a call at their peak, an estimate
     image_cache: int = 0  # V-Major's q, k and v of image tokens
     reference_cache: int = 0  # V-Major's scoring reference
     text_cache: int = 0  # V-Major's q, k and v of text tokens
     reconstructions: int = 0  # q, k, v and the output at both ends, of the residual codec or of displaced exchange
     in_flight: int = 0  # tensors of one call of every layer that are sent, or received for the next call
-    step_cache: int = 0  # the changes that blocks made at the last computed call
+    step_cache: int = 0  # the step cache: the changes that blocks made at the last computed call
     library: int = 0  # the communication library's own memory (`library_mib` of `Device`)
 
     @property
@@ -88,7 +88,7 @@ class RankMemory:
 
 
 def add(parts: list[RankMemory]) -> RankMemory:
-    """Return the sum of several needs of memory, field by field."""
+    """Return the memory of several ranks together, such as those of a node: the sum of each field."""
     return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
 
 
@@ -143,10 +143,9 @@ def activations(case: Case) -> list[int]:
 
 
 def streamed(mesh: Mesh, heads: int) -> int:
-    """Return how many tensors of a rank's share streaming attention holds in addition to RING and the other counts
-    here.
+    """Return what streaming attention adds to a rank's activations, as a number of tensors of the rank's share.
 
-    The four blocks that a ring passes on, and streaming attention does not, are taken off.
+    RING is counted besides. The four blocks that a ring passes on, and streaming attention does not, are taken off.
 
     Args:
         mesh: the mesh of Ulysses and Ring.
@@ -302,7 +301,7 @@ def mib(count: float) -> str:
 
 
 class VaePeak(NamedTuple):
-    """The activations of the VAE on a rank, in bytes."""
+    """The activations of the VAE on a rank with one value of the setting `vae`, in bytes."""
 
     encoding: int  # bytes on every rank, while it encodes the image that is to be restored
     decoding: int  # bytes on a rank that decodes

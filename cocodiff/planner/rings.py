@@ -83,8 +83,15 @@ def around(
 
 
 def key_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
-    """Predict an attention call in which keys and values are passed round the rings (`ring_kind: keys`). `ring_of`
-    explains the arguments."""
+    """Predict an attention call in which keys and values are passed round the rings (`ring_kind: keys`).
+
+    Args:
+        mesh: the Ulysses groups and the rings across them.
+        layouts: the tokens and heads of each group.
+        work: the sizes of the attention call.
+        wires: the places of the ranks and the rates of links.
+        message_s: least seconds of a message.
+    """
     messages, moves_s = around(mesh, layouts, 2 * work.cell, wires, message_s)
     return Ring([messages], partial(key_seconds, moves_s), moves_s)
 
@@ -104,7 +111,12 @@ def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires
     """Predict an attention call in which queries are passed round a node's groups, and keys between nodes (`ring_kind:
     token`). Partial results go back.
 
-    `ring_of` explains the arguments.
+    Args:
+        mesh: the Ulysses groups and the rings across them.
+        layouts: the tokens and heads of each group.
+        work: the sizes of the attention call.
+        wires: the places of the ranks and the rates of links.
+        message_s: least seconds of a message.
     """
     queries, queries_s = around(mesh, layouts, work.cell, wires, message_s, (CARD, TILE))
     keys, keys_s = around(mesh, layouts, 2 * work.cell, wires, message_s, (NODE,))
@@ -151,7 +163,12 @@ def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires:
     """Predict an attention call in which queries go to all ranks of a node and across nodes, and partial results return
     (`ring_kind: streaming`).
 
-    `ring_of` explains the arguments.
+    Args:
+        mesh: the Ulysses groups and the rings across them.
+        layouts: the tokens and heads of each group.
+        work: the sizes of the attention call.
+        wires: the places of the ranks and the rates of links.
+        message_s: least seconds of a message.
     """
     rows_G, ranks_GU = np.array([sum(layout.rows) for layout in layouts]), np.array(mesh.groups)
     gather, reduce, cross = (Traffic(wires) for _ in range(3))

@@ -48,7 +48,7 @@ INSTRUCTIONS = {
 # Launches of operations that take more than one. Encoding takes three for blocks of four million elements or more, for
 # which launches matter little. The lengths of streams are also copied to the host, which waits for them.
 LAUNCHES = {"encode_lossless": 2, "stream_lengths": 2}
-# The codec's counts are for 4 or 8 bits and one reconstruction. These variants take more, by so many instructions.
+# The codec's counts are for 4 or 8 bits and one reconstruction. These variants take this number of instructions more.
 MORE = {
     "encode_residual": {"int2": 41.6, "taylor": 8.2, "measure": 7.2},
     "decode_residual": {"int2": 1.5, "taylor": 8.4, "onward": 12.9},

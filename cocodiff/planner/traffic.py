@@ -25,10 +25,10 @@ class Latencies(NamedTuple):
     """The latencies of a machine's links and kernels, in seconds."""
 
     latency_s: float = 0.0  # from a message's start to its first byte
-    message_s: float = 0.0  # between two messages of one sender
+    message_s: float = 0.0  # between the starts of two messages of one sender
     launch_s: float = 0.0  # to launch a kernel
-    blocked_s: float = 0.0  # for which each message blocks the host of either end
-    wait_s: float = 0.0  # for which the host waits for the device's queue to read a number
+    blocked_s: float = 0.0  # time for which each message blocks the host of its sender and of its receiver
+    wait_s: float = 0.0  # time that the host loses when it reads a number that the device computed
 
     @classmethod
     def of(cls, machine: Machine) -> Latencies:
@@ -210,7 +210,7 @@ class Hop(NamedTuple):
     link_s: float  # seconds of the fullest link
     wait_s: float  # seconds before the first byte, however many tensors are sent together
     packed: float  # bytes that a rank packs
-    traffic: Traffic  # in units of one token for one head
+    traffic: Traffic  # its messages on all links, in units of one token for one head
     phases: int  # number of times that messages are packed, one after another
 
 

@@ -15,7 +15,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.grouping import by_key
 from cocodiff.config.machine import Machine
 
-MOST_RANKS = 2**17  # more tiles than the largest machine has; placing so many ranks takes a second and 50 MB
+MOST_RANKS = 2**17  # more tiles than the largest machine has; placing this number of ranks takes a second and 50 MB
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Topology:
         return tuple(frozenset(planes) for planes in served)
 
     def siblings(self, rank: int) -> tuple[int, ...]:
-        """Return the other ranks of this rank's card."""
+        """Return the other ranks of the card that a rank is on, ascending."""
         return tuple(other for other in self.cards[self.places[rank].card] if other != rank)
 
     def server(self, card: int, plane: int) -> int:

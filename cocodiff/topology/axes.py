@@ -71,12 +71,12 @@ class Mesh:
 
     @property
     def ring(self) -> int:
-        """The Ring degree: the number of groups, which is the number of ranks in a ring."""
+        """The number of Ulysses groups, which is the number of ranks in a ring; 1: no rings."""
         return len(self.groups)
 
     @property
     def ulysses(self) -> int:
-        """The Ulysses degree: the number of ranks in a group, which is the number of rings."""
+        """The number of ranks in a Ulysses group, which is the number of rings."""
         return len(self.groups[0])
 
     def group_and_slot(self, rank: int) -> tuple[int, int]:
@@ -281,7 +281,7 @@ class Partition(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """The number of sets of ranks that share a sequence."""
+        """The number of sets of ranks that share a sequence: replicas times guidance branches."""
         return self.replicas * self.guidance
 
 
@@ -339,7 +339,7 @@ def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "par
     check_divides(name, parts, size)
 
     def runs(near: Callable[[Place], tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Return the parts of the ranks when they are sorted by `near`."""
+        """Return equal parts of the ranks, in the order of their places by `near`. Ranks of a part ascend."""
         order = sorted(ranks, key=lambda rank: near(topology.places[rank]))
         return tuple(tuple(sorted(order[n : n + size // parts])) for n in range(0, size, size // parts))
 

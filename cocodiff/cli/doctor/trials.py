@@ -32,7 +32,7 @@ SIDE = 2048  # rows and columns of the matrices that keep an accelerator busy
 # Bytes to each peer. On a CPU all ranks' messages pass through one memory.
 SIZES = {"cpu": (64, 4096, 65536), "other": (64, 4096, 262144, 4 * 2**20)}
 MOST = {"cpu": (4, 577), "other": (2**10, 2**20)}  # the most heads and tokens of attention
-MOST_RANKS = 96  # up to so many ranks send to all others in a trial; of more, each sends to a sample
+MOST_RANKS = 96  # largest number of ranks that all send to each other in a trial; of more ranks each sends to a sample
 NEAR = 12  # distance up to which all ranks are in the sample: a node of Aurora, with all kinds of its links
 COPIES = 5  # copies of a message: sent, received, expected, and the two buffers of a library's all-to-all
 MOST_BYTES = 2**31  # bytes of a rank's copies in one trial

@@ -107,11 +107,12 @@ class Stages:
         places, whole = self._topology.places, plan if way == "forward" else reverse(plan)
 
         def is_late(block: Block, sender: int) -> bool:
-            """Return True if `sender` passes on a block that first came to it from another node."""
+            """Return True if `sender` passes on a block that it first received from another node."""
             return places[block.rows if way == "forward" else block.heads].node != places[sender].node
 
         def parts(stage: int) -> StageParts:
-            """Return the three parts of one stage."""
+            """Return the three parts of one stage: messages that leave at once, blocks that are passed on, and those
+            that first come from another node."""
             phases = [self._only(phase, lambda b, _: self._stage[b.heads][b.rows] == stage) for phase in whole]
             relays = [phase for phase in phases if phase.hop == 2]
             early = tuple(self._only(phase, lambda b, sender: not is_late(b, sender)) for phase in relays)

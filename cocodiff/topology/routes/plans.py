@@ -100,7 +100,7 @@ def _swap(topology: Topology, rank: int, places: Sequence[Place]) -> tuple[Phase
     """
 
     def served_by(server: int) -> list[int]:
-        """Return the ranks of `places` in the planes that `server` serves."""
+        """Return the ranks of `places` that are in the planes which the rank `server` serves on its card."""
         return [other.rank for other in places if other.plane in topology.served_planes[server]]
 
     siblings, own_card = topology.siblings(rank), topology.cards[topology.places[rank].card]
@@ -167,7 +167,7 @@ def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Ph
     """
 
     def by_peer(chosen: Iterable[tuple[int, Block]]) -> dict[int, tuple[Block, ...]]:
-        """Group blocks by peer."""
+        """Return the blocks of each peer in one tuple, by peer."""
         found: dict[int, tuple[Block, ...]] = {}
         for peer, block in sorted(chosen):
             found[peer] = (*found.get(peer, ()), block)

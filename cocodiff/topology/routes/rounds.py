@@ -71,7 +71,8 @@ class Grid:
 
     @property
     def rounds(self) -> int:
-        """The number of times that blocks go round: once, or once for each node's keys if blocks stay on their node."""
+        """The number of times that blocks go round all members of a node or ring: once, or once for each node's keys if
+        blocks stay on their node."""
         return 1 if NODE in self.along else self.shape[NODE]
 
     @cached_property
