@@ -58,7 +58,7 @@ class Option:
 
     @property
     def kinds(self) -> tuple[type, ...]:
-        """The Python types of one value of the option, such as (int, str)."""
+        """The Python types that one value of the option may have, such as (int, str)."""
         return get_args(self.type) or (self.type,)
 
     def checked(self, value: Any) -> Any:

@@ -91,8 +91,8 @@ class Topology:
     def relative_places(self) -> tuple[tuple[int, int, int], ...]:
         """The (node, card, plane) of every rank, each numbered by first appearance.
 
-        Two groups of ranks that are arranged in the same way on different hardware have equal values, so they are
-        priced once.
+        Two groups of ranks that are arranged in the same way on different hardware have equal values, and so equal
+        predicted costs.
         """
         kinds = zip(*((p.node, p.card, p.plane) for p in self.places), strict=True)
         orders = [(numbers, list(dict.fromkeys(numbers))) for numbers in kinds]

@@ -37,7 +37,7 @@ class Mesh:
     topology: Topology  # the ranks that share the sequence
     groups: tuple[tuple[int, ...], ...]  # groups[g][u]: the rank at slot u of Ulysses group g
     placement: str = "topology"  # which ranks fast links join: those of a ring ("topology") or of a group ("usp")
-    axis: str = "card"  # neighbours on a node: "card" (siblings first) or "plane"
+    axis: str = "card"  # order of a node's ranks, by which they are grouped: "card" (card by card) or "plane"
     kind: str = "keys"  # what is passed around the rings, a name in the registry's `RINGS`
     # cache of `layouts`, by segments and number of heads
     _layouts: dict[tuple[Segments, int], tuple[Layout, ...]] = field(default_factory=dict, compare=False, repr=False)

@@ -179,8 +179,8 @@ class Chunking:
 
 
 def megabytes_per_rank(layout: Layout, cell: int) -> float:
-    """Return the mean MB (1e6 bytes) of one tensor's part on a rank in an attention call. The number is the same on
-    every rank, so all choose the same exchange.
+    """Return the mean MB (1e6 bytes) that a rank has of an attention call's tensors. The number is the same on every
+    rank, so all choose the same exchange.
 
     Args:
         layout: the tokens and heads of every rank in the call.

@@ -32,9 +32,9 @@ Messages = dict[int, tuple[Block, ...]]  # peer -> the blocks of the message to 
 class Phase:
     """The messages that one rank sends and receives in one part of an exchange, all posted together."""
 
-    lane: str  # the link group that carries it, "sibling" or "plane" (planes and nodes)
-    sends: Messages  # to each receiver, its blocks in the order in which the message has them
-    receives: Messages  # from each sender, likewise
+    lane: str  # the background thread that posts it: "sibling" (on a card) or "plane" (within planes, between nodes)
+    sends: Messages  # for each receiver, the blocks of its message in order
+    receives: Messages  # for each sender, the blocks of its message in order
     hop: int = 0  # 0: blocks go straight to their owner; 1: to a rank that will pass them on; 2: onward from there
 
     def reversed(self) -> Phase:
