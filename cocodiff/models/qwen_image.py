@@ -25,7 +25,7 @@ TOKENS: Plan = {
 
 
 class QwenImageAdapter(Adapter):
-    """The adapter of Qwen-Image."""
+    """The description of Qwen-Image for several ranks."""
 
     plan = TOKENS
     attention_kwargs = "attention_kwargs"
@@ -37,7 +37,7 @@ class QwenImageAdapter(Adapter):
 
 
 class QwenAttentionProcessor(AttentionProcessor):
-    """The attention of diffusers' QwenDoubleStreamAttnProcessor2_0, computed by the engine."""
+    """The attention of diffusers' QwenDoubleStreamAttnProcessor2_0, computed by the engine on several ranks."""
 
     def __call__(
         self,
