@@ -40,7 +40,7 @@ RIM, RIM_SLICES, RIM_SHARE, RIM_APART = 8, 8, 0.1, 0.2
 
 @dataclass(frozen=True)
 class Mask:
-    """The voxels of a stack that are to be restored."""
+    """The voxels of a stack of slices that are to be restored."""
 
     name: str  # `block`, `center`, `none`, or the name of the mask's file, safe as a file name
     from_file: bool  # True if the mask was read from a file, so that the truth under it is unknown
@@ -76,10 +76,10 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
 
 
 def depth(read: Reader, index: int, slices: int) -> np.ndarray:
-    """Return the distance in voxels of each masked voxel of slice `index` from the nearest known one; float64 [Y, X].
+    """Return how deep in the hole each masked voxel of slice `index` lies: its distance from the nearest known one.
 
-    Known voxels of the same slice count, and those straight before or behind in other slices. The distance is 0 for
-    known voxels.
+    It is in voxels, float64 [Y, X], and 0 for known voxels. Known voxels of the same slice count, and those straight
+    before or behind in other slices.
 
     Args:
         read: gives the mask of a slice.
@@ -104,7 +104,7 @@ def depth_in(mask_YX: np.ndarray) -> np.ndarray:
 
 
 def nothing_masked(stack: Stack) -> Mask:
-    """Return a mask of a stack in which all voxels are known."""
+    """Return a mask of a stack in which all voxels are known, for commands that do not restore."""
     return Mask("none", False, stack.shape, lambda index: np.zeros(stack.shape[1:], bool), (False,) * len(stack))
 
 
@@ -161,7 +161,16 @@ def make_mask(
 def _mask_from_file(
     volume: Stack, stack: Stack, progress: Progress, along_z: bool, grow: int, invert: bool | None
 ) -> Mask:
-    """Return the mask for a stack from an open file. Raise UserError if its shape or its values do not fit."""
+    """Return the mask for a stack from an open mask file. Raise UserError if its shape or its values do not fit.
+
+    Args:
+        volume: the open file.
+        stack: the input.
+        progress: shows the progress of reading.
+        along_z: True if only slices along z are restored, so that at least one of them must have known voxels.
+        grow: voxels by which the marked regions are enlarged on each side.
+        invert: True to restore what the file does not mark. None refuses a file that marks more than MOST_MASKED.
+    """
     if volume.shape[1:] != stack.shape[1:] or (volume.ndim == 3 and volume.shape != stack.shape):
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
@@ -196,6 +205,9 @@ def _check_values(
     Args:
         volume: the mask's file, whose reader gives the values as they are stored.
         read: gives the voxels to restore in a slice.
+        progress: shows the progress of reading.
+        along_z: True if only slices along z are restored, so that at least one of them must have known voxels.
+        invert: the user's option; None refuses a file that marks more than MOST_MASKED.
     """
     values, counts = set[float](), list[int]()
     for index in progress(range(volume.shape[0]), f"reading {volume.name}"):
