@@ -78,7 +78,8 @@ class CheckedGroup(Group):
         self._group.barrier()
 
     def await_from(self, peers: set[int]) -> None:
-        """Tell the watch which peers this rank waits for, so that an error can name the sender of a missing message.
+        """Tell the watch over lost ranks which peers this rank waits for, so that an error can name the sender of a
+        missing message.
 
         Args:
             peers: their indices in the group; empty if the wait is over.
@@ -107,14 +108,15 @@ def check_messages(transport: LaneOwner) -> None:
 
 
 class CheckedPending:
-    """The messages of a call in flight, with their checksums. The first `wait` compares them; on accelerators the host
-    waits for that."""
+    """The messages of one call in flight, with their checksums, which the first `wait` compares. On accelerators the
+    host waits for that."""
 
     def __init__(self, group: CheckedGroup, transfers: list[tuple[Pending, list[CheckedMessage]]]) -> None:
-        """Hold messages.
+        """Hold the messages of one call.
 
         Args:
-            transfers: pairs of messages in flight and what the group will receive by them; [] for sends.
+            group: the group that they pass in.
+            transfers: pairs of messages in flight and those of them that this rank receives (empty for sends).
         """
         self._group, self._transfers = group, transfers
 

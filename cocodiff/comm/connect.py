@@ -80,8 +80,8 @@ THROUGH_HOST = ("host", "mpi-rma")  # transports that copy a device's tensors to
 class _Meeting(NamedTuple):
     """The result of the ranks' first contact: what a rank needs to connect to the watch, which notices lost ranks."""
 
-    rank: int
-    size: int
+    rank: int  # number of this rank
+    size: int  # number of ranks
     address: tuple[str, int]  # host and port of the watch, which is on rank 0
     key: str  # the run's secret, by which the watch knows its ranks
     listener: socket.socket | None  # listening socket of the watch, on rank 0
@@ -236,9 +236,9 @@ def _tell_of_blocking(transport: LaneOwner) -> None:
 
 
 def _meet(launch: Launch, limits: Limits) -> _Meeting:
-    """Make the address of the watch, on rank 0, known to all ranks, by the means that their launcher provides.
+    """Make the address of the watch over lost ranks, which is on rank 0, known to all ranks.
 
-    Return what each rank needs to connect to it.
+    The means are those that the ranks' launcher provides. Return what each rank needs to connect to it.
     """
     if launch.meeting is not None:
         assert launch.rank is not None and launch.size is not None
@@ -256,7 +256,8 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _settle(future: Future[T], job: Callable[[], T]) -> None:
-    """Run a job and put its result or error into a future."""
+    """Run a job and put its result or its error into a future. It runs on a thread of its own, whose hang a caller can
+    leave."""
     try:
         future.set_result(job())
     except BaseException as error:
@@ -270,12 +271,12 @@ def _store_address() -> str:
 
 
 def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
-    """Exchange the address of the watch, which is on rank 0, over torch.distributed's store. Return what to connect
+    """Exchange the address of the watch over lost ranks by way of torch.distributed's store. Return what to connect
     with.
 
-    All ranks call this the same number of times, so each run has a part of the store of its own. Raise PeerLost if the
-    store, which is in the process of rank 0 or of its launcher, does not answer in time, or the address is not set in
-    time.
+    The watch is on rank 0. All ranks call this the same number of times, so each run has a part of the store of its
+    own. Raise PeerLost if the store, which is in the process of rank 0 or of its launcher, does not answer in time, or
+    the address is not set in time.
     """
     store: Any
     began, at = time.monotonic(), _store_address()
@@ -300,7 +301,7 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
-    """Exchange the address of the watch, which is on rank 0, over MPI. Return what to connect with.
+    """Exchange the address of the watch over lost ranks, which is on rank 0, by MPI. Return what to connect with.
 
     A store of torch.distributed is made later.
     """
@@ -339,8 +340,9 @@ def _reachable_host(one_host: bool) -> str:
 
 
 def _listen(one_host: bool, size: int) -> socket.socket:
-    """Open rank 0's listening socket for the watch, at a free port. It is on one network interface if the host's name
-    determines that.
+    """Open rank 0's listening socket for the watch over lost ranks, at a free port.
+
+    It is on one network interface if the host's name determines that.
 
     Args:
         one_host: True if all ranks are on this host.
@@ -350,7 +352,9 @@ def _listen(one_host: bool, size: int) -> socket.socket:
 
 
 def _invitation(listener: socket.socket, one_host: bool) -> str:
-    """Return rank 0's message to the others as JSON: host and port of the watch, and a new secret for the run.
+    """Return rank 0's message to the other ranks as JSON: host and port of the watch over lost ranks, and a new secret.
+
+    Those who connect to the watch show the secret.
 
     Args:
         listener: the watch's listening socket.
@@ -362,7 +366,7 @@ def _invitation(listener: socket.socket, one_host: bool) -> str:
 
 
 def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, store: Any) -> _Meeting:
-    """Return what this rank needs to connect to the watch, from rank 0's message.
+    """Return what this rank needs to connect to the watch over lost ranks, from rank 0's message.
 
     Args:
         word: the message, as `_invitation` makes it.
@@ -376,16 +380,18 @@ def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, s
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if a host's name or address is of the loopback interface."""
+    """Return True if a host's name or address is that of the loopback interface, which reaches this host alone."""
     return address.startswith("127.") or address in ("localhost", "::1")
 
 
 def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket.socket:
-    """Listen on the interface that `host` names, or on all if that cannot be determined.
+    """Open a listening socket on the network interface that `host` names, or on all if that cannot be determined.
 
     A loopback address is taken only with `one_host`: else other hosts may know this one by another address.
 
     Args:
+        host: name or address of this host.
+        port: the port; 0 for a free one.
         one_host: True if all ranks are on this host.
         ranks: their number, for the backlog.
     """
@@ -489,7 +495,14 @@ def environment_store(
 
 
 def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: Limits) -> None:
-    """Start torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 opens one."""
+    """Start torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 opens one.
+
+    Args:
+        meeting: what this rank has learnt in the ranks' first contact.
+        backend: the library that carries messages.
+        device: of the tensors in messages.
+        limits: longest times of the start.
+    """
     from cocodiff.comm.torch_dist import NEVER, initialise
 
     store = _store_over_mpi(meeting, limits) if meeting.store is None else meeting.store

@@ -64,7 +64,7 @@ def group_by_node(make: MakeGroup, ranks: Ranks, rank: int, node_of: Sequence[An
 
 
 class GroupByNode(Group):
-    """A group with ranks of several nodes.
+    """A group with ranks of several nodes whose messages within a node need not pass through the host's memory.
 
     In each call, messages between ranks of one node are posted first, in a group of that node's ranks. The others
     follow in a group of all ranks.

@@ -73,8 +73,10 @@ class Health:
         CALL.set(at)
 
     def still_waiting(self) -> None:
-        """Report that this thread waits for other ranks; called repeatedly meanwhile. Raise PeerLost if a rank was
-        lost."""
+        """Report that this thread waits for other ranks. It is called several times a second during a wait.
+
+        Raise PeerLost if a rank was lost.
+        """
 
     def awaits(self, ranks: tuple[int, ...]) -> None:
         """Report the ranks whose messages this thread waits for. If none arrives, the error names them.
@@ -90,8 +92,8 @@ class Health:
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Replace errors of a library inside the `with` block by the PeerLost behind them, if the watch soon finds
-        one."""
+        """Replace errors of a communication library in the `with` block by the PeerLost that caused them, if the watch
+        finds one within seconds."""
         try:
             yield
         except (PeerLost, UserError):
@@ -402,7 +404,8 @@ class Watch(Health):
                 action(self._peers.lost)
 
     def _listen(self) -> None:
-        """Run the thread of the watch: receive messages, accept connections, and look at the clock."""
+        """Run the thread of the watch until the run ends: receive messages, accept connections, and look at the
+        clock."""
         until = time.monotonic() + self._peers.limits.start_s
         with self._selector:
             while not self._ended:

@@ -60,7 +60,7 @@ class Staged:
 
 
 class HostPending:
-    """The messages of one call in flight.
+    """The messages of one call in flight, for tensors of a device whose messages pass through host memory.
 
     The first `wait` blocks its thread until they have arrived and copies them on its stream. Every `wait` makes its
     stream wait for these copies.
@@ -153,5 +153,5 @@ class HostTransport(LaneOwner):
 
 
 def _bits(tensor: Tensor) -> Any:
-    """Return a tensor's memory as bytes."""
+    """Return a tensor's memory as bytes, uint8 [n], without a copy."""
     return tensor.view(-1).view(torch.uint8)

@@ -70,7 +70,7 @@ class LoopbackWorld:
 class _Inbox:
     """The receives of one rank from one peer, in the order in which they were posted.
 
-    Messages are matched in that order, regardless of which receive is waited for first. Several lanes may wait at the
+    Messages are matched in that order, regardless of which receive is waited for first. Several threads may wait at the
     same time: one of them takes messages for all.
     """
 
@@ -97,7 +97,10 @@ class _Inbox:
                     self._deliver()
 
     def _deliver(self) -> None:
-        """Take the next message and copy it to its receive. Other threads may look at what has arrived meanwhile."""
+        """Take the next message of the peer and copy it into the tensor of the oldest receive without one.
+
+        Raise PeerLost if the two belong to different calls. Other threads may look at what has arrived meanwhile.
+        """
         self._taken_by_another = True
         self._changed.release()
         try:
@@ -150,7 +153,8 @@ class LoopbackGroup(Group):
 
 
 class LoopbackHealth(Health):
-    """The view of one rank that is a thread of a `LoopbackWorld` on lost ranks. A failure of the world is every rank's.
+    """The watch over lost ranks, for one of the ranks that are threads of a `LoopbackWorld`. A failure of the world is
+    every rank's.
 
     Waits for a mailbox check for it, and `run_ranks` raises it.
     """

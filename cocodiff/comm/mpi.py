@@ -33,7 +33,11 @@ def bits_of(tensor: Tensor) -> Any:
 
 
 def wait_until(done: Callable[[], bool], health: Health) -> None:
-    """Poll `done` until it is true, with pauses. Each poll lets the library make progress."""
+    """Poll `done` until it is true, with pauses. Each poll lets the MPI library make progress.
+
+    Args:
+        health: the watch over lost ranks, which ends the wait with PeerLost.
+    """
     polls, pause, checked = 0, SLEEP_S[0], time.monotonic()
     while not done():
         polls += 1
@@ -48,7 +52,7 @@ def wait_until(done: Callable[[], bool], health: Health) -> None:
 
 
 class _Requests:
-    """The messages of one call in flight."""
+    """The messages of one call in flight over MPI."""
 
     def __init__(self, group: MpiGroup, requests: list[Any], recvs: Messages, kept: list[Any]) -> None:
         """Hold requests.
@@ -67,7 +71,7 @@ class _Requests:
 
 
 class MpiGroup(Group):
-    """A group with a communicator of its own."""
+    """A group of ranks that have a communicator of MPI for their messages."""
 
     def __init__(self, mpi: Any, communicator: Any, ranks: tuple[int, ...], health: Health) -> None:
         self._mpi, self._communicator, self.health = mpi, communicator, health
@@ -120,7 +124,7 @@ class MpiGroup(Group):
 
 
 class MpiTransport(LaneOwner):
-    """A transport over MPI's two-sided messages."""
+    """A transport over MPI's two-sided messages, for CPU tensors."""
 
     library = "mpi"
 

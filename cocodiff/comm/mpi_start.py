@@ -40,7 +40,7 @@ def lacking_shared_memory(ranks: int) -> str:
 
 
 def initialised_mpi() -> Any:
-    """Return mpi4py's MPI module, started with full thread support.
+    """Start MPI with full thread support, unless it has been started. Return mpi4py's MPI module.
 
     `cocodiff.comm.connect` finishes it: after a fault MPI_Finalize would wait for dead ranks. Raise RuntimeError if the
     library grants less than MPI_THREAD_MULTIPLE, and UserError if there is too little shared memory.
@@ -60,8 +60,12 @@ def initialised_mpi() -> Any:
 
 
 def broadcast_over_mpi(world: Any, text: str | None) -> str:
-    """Return rank 0's text on every rank; the others give None. mpi4py's own calls for objects would unpickle
-    messages."""
+    """Return rank 0's text on every rank, by MPI. mpi4py's own calls for objects would unpickle messages.
+
+    Args:
+        world: the communicator of all ranks, which call this together.
+        text: rank 0's; None on other ranks.
+    """
     content = bytearray((text or "").encode())
     length = array("q", [len(content)])
     world.Bcast(length)

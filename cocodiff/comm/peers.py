@@ -49,8 +49,8 @@ class Progress:
     """The calls that one rank has made, and whether it waits in one. Others judge by it if the rank keeps them
     waiting."""
 
-    # number of calls begun, by the ranks that make them (ALL for all)
-    calls: Mapping[Ranks, int] = field(default_factory=dict)
+    # ALL stands for all ranks.
+    calls: Mapping[Ranks, int] = field(default_factory=dict)  # number of calls begun, by the ranks that make them
     at: str = "the start"  # name of the last call
     among: Ranks = ALL  # ranks that make the last call
     waits_s: float = 0.0  # time for which its main thread has waited for other ranks; 0 if it does not wait
@@ -72,7 +72,7 @@ class OwnProgress:
     blocked_since: float | None = None  # time by `now` at which a library's call began that cannot be interrupted
     asleep_s: float = 0.0  # total time for which this process was stopped
     _waits_since: float = 0.0  # time by `now` at which the current wait began
-    _noted: float = -inf  # time of its last report
+    _noted: float = -inf  # time by `now` at which the current wait was last reported
     _awaited: dict[int, Ranks] = field(default_factory=dict)  # awaited ranks by thread
     _untold: deque[Call] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))  # calls not sent yet
     _thread: int | None = threading.main_thread().ident  # thread that makes the calls
@@ -177,12 +177,12 @@ class Peers:
 
     @property
     def closing(self) -> bool:
-        """True if this rank has left the run."""
+        """True once this rank has left the run."""
         return self.closed_at < inf
 
     @property
     def all_left(self) -> bool:
-        """True if all other ranks have left."""
+        """True once all other ranks have left the run or died."""
         return len(self.left) == self.size - 1
 
     def hear(self, sender: int, message: Message, now: float) -> list[Message]:

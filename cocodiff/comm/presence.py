@@ -100,14 +100,15 @@ class Presence:
             self.folder.rmdir()  # succeeds for the last rank
 
     def faults(self) -> dict[int, str]:
-        """Return the ranks of this host that died or are stopped, each with which of the two."""
+        """Return the ranks of this host that have died or are stopped, by rank, each with a phrase that says which of
+        the two."""
         faults = dict.fromkeys(("", "Z", "X"), "died before the ranks had met")
         faults |= dict.fromkeys(("T", "t"), "is stopped")
         states = {rank: _state(process) for rank, (process, _) in sorted(self._entries().items())}
         return {rank: faults[state] for rank, state in states.items() if state in faults}
 
     def describe_present(self) -> str:
-        """Return a sentence that lists which of this host's ranks have started. Missing ranks are unknown, since they
+        """Return a phrase that lists which of this host's ranks have started. Missing ranks are unknown, since they
         left no number."""
         there = sorted(self._entries())
         if len(there) < self.local_ranks:
@@ -132,7 +133,8 @@ class Presence:
         return found
 
     def _is_ours(self) -> bool:
-        """Return True if the outer folder belongs to this user and no one else can write to it."""
+        """Return True if the folder that holds all jobs' folders belongs to this user, and no one else can write to
+        it."""
         status = self.folder.parent.lstat()
         return status.st_uid == os.geteuid() and status.st_mode & 0o170022 == 0o040000
 

@@ -71,7 +71,10 @@ class Message:
 
 
 class Peer:
-    """The two streams of bytes between this rank and one peer. Counts of bytes begin at 0 and only grow."""
+    """The two streams of bytes between this rank and one peer, outgoing and incoming, by one-sided MPI.
+
+    Counts of bytes begin at 0 and only grow.
+    """
 
     def __init__(self, group: RmaGroup, number: int, put: Callable[[Any, int], None], counters: Any, ring: Any) -> None:
         """Set up the streams.
@@ -139,7 +142,7 @@ class Peer:
 
 
 class _Transfer:
-    """The messages of one call in flight."""
+    """The messages of one call in flight by one-sided MPI."""
 
     def __init__(self, group: RmaGroup, messages: list[Message], requests: list[Any], kept: list[Any]) -> None:
         """Hold messages.
@@ -195,7 +198,8 @@ class RmaGroup(MpiGroup):
         ring = self._counters.nbytes + self.index * self._rings.shape[1]
 
         def put_there(bits: Any, at: int) -> None:
-            """Put bytes to the peer's ring or counters."""
+            """Put bytes into the peer's ring buffer (`at` is 0 or more) or among its counters for this rank (below
+            0)."""
             put([bits, byte], number, at + (ring if at >= 0 else counters))
 
         return Peer(self, number, put_there, self._counters[number], self._rings[number])
@@ -223,7 +227,7 @@ class RmaGroup(MpiGroup):
 
     @property
     def is_busy(self) -> bool:
-        """True if messages are in flight."""
+        """True if messages of this group are in flight on this rank."""
         return any(peer.outgoing or peer.incoming for peer in self._peers)
 
     def advance(self) -> bool:

@@ -67,7 +67,7 @@ def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
 
 
 class _Works:
-    """The messages of one call in flight."""
+    """The messages of one call in flight over torch.distributed."""
 
     def __init__(self, works: list[Any], on_device: Sequence[Tensor] = ()) -> None:
         """Hold the library's handles (`torch.distributed.Work`) of the messages.
@@ -87,7 +87,7 @@ class _Works:
 
 
 class TorchDistGroup(Group):
-    """A group over a process group of torch.distributed.
+    """A group of ranks that have a process group of torch.distributed for their messages.
 
     Messages are point to point: gloo's own all-to-all serves peers in turn and reaches half of the links' rate, while
     receives posted before sends reach nearly all of it.
@@ -195,7 +195,7 @@ class TorchDistGroup(Group):
 
 
 class _Arriving:
-    """The messages of a call that arrive in one buffer.
+    """The messages of one all-to-all in flight over torch.distributed, which arrive in one buffer.
 
     The first `wait` copies them from there, on its stream. Every `wait` makes its stream wait for these copies.
     """

@@ -31,7 +31,7 @@ MAX_SPANS = 2_000  # most spans kept of one rank; later ones are only counted
 class Span(NamedTuple):
     """A piece of a rank's work, such as packing or a message, with its times."""
 
-    name: str
+    name: str  # name of the work
     lane: str  # name of the thread
     start_ns: int  # by the process's clock
     end_ns: int  # by the process's clock
@@ -98,7 +98,11 @@ class Trace:
             return dict(self._kernels)
 
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
-        """Return the bytes that this rank has sent, by class of link, for one of PURPOSES."""
+        """Return the payload bytes that this rank has sent for a purpose, by class of link.
+
+        Args:
+            purpose: one of PURPOSES.
+        """
         with self._lock:
             return {link: self._bytes[purpose, link] for link in LINK_CLASSES}
 

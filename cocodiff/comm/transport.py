@@ -126,8 +126,7 @@ class Transport(ABC):
         Args:
             ranks: its members.
             together: True if the group's `collective` is one all-to-all of the library, False if it sends each message
-                by
-                itself; by default as the library requires.
+                by itself; by default as the library requires.
         """
 
     @abstractmethod
