@@ -78,8 +78,10 @@ class Host(Protocol):
 
 
 class AttentionProcessor:
-    """The base of the attention processors that replace diffusers' own. They project q, k and v and have the engine
-    attend."""
+    """The base of the attention processors that replace diffusers' own in a model that several ranks run.
+
+    They project q, k and v of this rank's tokens, and have the engine compute attention over all ranks' tokens.
+    """
 
     def __init__(self, host: Host, layer: str, kernels: Kernels, replaced: Any) -> None:
         """Stand in for a processor of diffusers.
@@ -97,7 +99,8 @@ class AttentionProcessor:
 
 
 class Adapter:
-    """The description of one family of transformers for several ranks: its attention, and where its tokens are cut.
+    """The description of one family of transformers, by which several ranks run them: attention to replace, tokens to
+    cut.
 
     The defaults suit most families; a family overrides what differs.
     """
@@ -147,6 +150,7 @@ class Adapter:
         They are the lists of tensors that the plan cuts at the model's call.
 
         Args:
+            arguments: those of the call, by name.
             tokens: number of tokens of each segment (image, text), by its name.
         """
         for name, cut in self.plan.get("", {}).items():
@@ -237,11 +241,14 @@ def put_back(module: Any, own: Any, before: Any) -> None:
 
 
 def compute_block(block: nn.Module, ours: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Run our forward of a transformer block, or the block's own if that is not its class's.
+    """Run our forward of a transformer block; or the block's own, if others have replaced that.
 
     Args:
+        block: the block.
         ours: our function, called with the block first.
-        forward: the block's own forward.
+        forward: the block's forward as it is.
+        args: the call's arguments by position.
+        kwargs: the call's arguments by name.
     """
     is_plain = forward == MethodType(type(block).forward, block)
     return ours(block, *args, **kwargs) if is_plain else forward(*args, **kwargs)
@@ -287,7 +294,7 @@ def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) 
 
     Args:
         name: the module's name, for the error.
-        module: the module, whose projections may be fused; None to allow that.
+        module: the module, whose projections must not be fused; None to not check that.
         processor: its processor.
         plain: the supported classes of processors.
     """

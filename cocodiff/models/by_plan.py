@@ -35,8 +35,10 @@ from cocodiff.topology.layout import Segment, Segments
 
 
 class PlanAdapter(Adapter):
-    """The description, for several ranks, of a class of transformers that runs by a plan instead of a family's own
-    adapter."""
+    """The adapter of transformers that several ranks run by a plan alone: where tokens are cut and gathered.
+
+    Attention is intercepted where torch computes it. So a class of transformers needs no adapter of its own.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -100,8 +102,9 @@ def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Fa
 
 
 def check_attention(modules: Iterable[tuple[str, Any]]) -> None:
-    """Raise UserError for attention processors whose attention is not computed by torch's function. Fused projections
-    are allowed.
+    """Raise UserError if attention modules have processors whose attention torch's own function does not compute.
+
+    Fused projections are allowed.
 
     Args:
         modules: attention modules with their names.
@@ -111,7 +114,7 @@ def check_attention(modules: Iterable[tuple[str, Any]]) -> None:
 
 
 class PlannedModel(ShardedModel):
-    """A model that runs by a plan on several ranks, while the engine is entered.
+    """A model that several ranks run by a plan (where tokens are cut and gathered), while the engine is entered.
 
     In the first call with arguments of some shapes it finds out which tokens each attention has; later calls use that.
     """
@@ -128,7 +131,8 @@ class PlannedModel(ShardedModel):
         self._begin(None)
 
     def attach(self) -> Callable[[], None]:
-        """Put hooks on the model and replace its forward. Return a function that undoes this."""
+        """Put hooks on the model and replace its forward. Return a function that undoes this. The engine calls it when
+        entered."""
         undo = ExitStack()
         for step in self._steps:
             if step.name:
@@ -219,10 +223,11 @@ class PlannedModel(ShardedModel):
                 self._within.__exit__(None, None, None)
 
     def _check_followed(self) -> None:
-        """Raise UserError if attention modules received own tokens and torch's function was called in none of their
+        """Raise UserError if attention modules received this rank's tokens, and torch's function computed none of their
         kind.
 
-        Some blocks may skip their attention (LTX-2's guidance by perturbed attention), but not all of a kind.
+        It is called at the end of a first call. Some blocks may skip their attention (LTX-2's guidance by perturbed
+        attention), but not all of a kind.
         """
         for kind in self._called.keys() - {kind_of(name) for name in self._followed}:
             raise UserError(

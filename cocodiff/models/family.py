@@ -22,9 +22,9 @@ VAE_FACTOR = 8  # pixels of a latent pixel's side, in all families
 class Video(NamedTuple):
     """The size of a video. An image is a video of one frame."""
 
-    frames: int
-    height: int
-    width: int
+    frames: int  # number of frames
+    height: int  # pixels
+    width: int  # pixels
     fps: int = 16  # frames per second
 
 
@@ -38,7 +38,7 @@ class Pipelines:
 
     generate: str  # diffusers' class for text to image; "" if there is none
     inpaint: str  # diffusers' class for restoring; "" if there is none: `generate` then restores, known pixels are kept
-    encoded: tuple[str, ...]  # names, as a call's arguments, of `encode_prompt`'s results; "" for one that is not one
+    encoded: tuple[str, ...]  # names, as a call's arguments, of the results of `encode_prompt`; "" for one that is none
     also: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `encode_prompt`
     negative: str | None = None  # negative prompt for guidance, if `encode_prompt` has to be called for it
     guidance: str = "guidance_scale"  # name of the call's argument for the strength of guidance

@@ -30,7 +30,7 @@ TOKENS: Plan = {"": CALL | RESIDUALS, "proj_out": Gather(tokens=IMAGE)}
 
 
 class FluxAdapter(Adapter):
-    """The description of FLUX.1 for several ranks."""
+    """The adapter of FLUX.1, by which several ranks run its transformer: attention to replace, and tokens to cut."""
 
     plan = TOKENS
 

@@ -20,7 +20,7 @@ TOKENS: Plan = {"": CALL, "proj_out": Gather(tokens=IMAGE)}
 
 
 class Flux2Adapter(FluxAdapter):
-    """The description of FLUX.2 for several ranks."""
+    """The adapter of FLUX.2, by which several ranks run its transformer: attention to replace, and tokens to cut."""
 
     unsupported: ClassVar = {
         "kv_cache_mode": "the cache of reference images' keys and values is for all tokens, a rank holds some: "

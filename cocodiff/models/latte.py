@@ -34,7 +34,8 @@ WITHOUT = {"selection": "full", "arrival": "now", "step_cache": "none", "compile
 
 
 class LatteAdapter(Adapter):
-    """The description of Latte for several ranks."""
+    """The adapter of Latte, a model of videos, by which several ranks run its transformer: hidden states are transposed
+    between blocks, and no attention is split."""
 
     plan = TOKENS
     early = 0.5  # the part of a transpose that is sent while the block before it computes: see `Transposes`
@@ -87,8 +88,9 @@ class LatteAdapter(Adapter):
 class LatteModel(ShardedModel):
     """A Latte model on several ranks, while the engine is entered.
 
-    In a call that ranks share, spatial blocks take this rank's frames with all their places, and temporal blocks this
-    rank's places in all frames. Each is [B * own, other, C], where C is channels.
+    Latte makes videos by spatial blocks, which attend within a frame, and temporal ones, which attend across frames. In
+    a call that ranks share, spatial blocks take this rank's frames with all their places (tokens), and temporal blocks
+    this rank's places in all frames. Each is [B * own, other, C], where C is channels.
     """
 
     _model: Any

@@ -49,7 +49,7 @@ class Step(NamedTuple):
     """The entry of a plan for one module of a model: what is cut before it is called, and cut or gathered after."""
 
     name: str  # name of the module
-    module: nn.Module
+    module: nn.Module  # the module
     arguments: Mapping[str, Cuts]  # cuts of arguments by name
     outputs: Mapping[int, Cuts]  # cuts of outputs by number
     gathers: Mapping[int, Gather]  # gathers of outputs by number
@@ -106,10 +106,11 @@ def _is_gather(one: Any) -> bool:
 
 
 def _gather(where: str, one: Any) -> Gather:
-    """Return a gather, given in our form or diffusers'. Raise UserError for anything else.
+    """Return a gather of a plan, given in our form or diffusers'. Raise UserError for anything else.
 
     Args:
         where: the entry's key in the plan, for the error.
+        one: the gather.
     """
     if not _is_gather(one):
         raise UserError(
@@ -119,11 +120,12 @@ def _gather(where: str, one: Any) -> Gather:
 
 
 def _cut(where: str, name: str | int, one: Any) -> Cut:
-    """Return a cut, given in our form or diffusers'. Raise UserError for anything else.
+    """Return a cut of a plan, given in our form or diffusers'. Raise UserError for anything else.
 
     Args:
         where: the entry's key in the plan, for the error.
         name: name of the argument or number of the output that is cut.
+        one: the cut.
     """
     if isinstance(one, Cut):
         return one
@@ -137,7 +139,7 @@ def _cut(where: str, name: str | int, one: Any) -> Cut:
 
 
 class ShardedModel:
-    """A model whose tokens are cut and gathered as a plan says, while the engine is entered.
+    """A model that several ranks run by a plan (where tokens are cut and gathered), while the engine is entered.
 
     Here the plan names all tokens by segments of the model's sequence, such as "image", as a family's plan does.
     """
@@ -152,7 +154,7 @@ class ShardedModel:
         self._steps = list(steps_of(plan, model))
 
     def attach(self) -> Callable[[], None]:
-        """Put the hooks on the model. Return a function that takes them off."""
+        """Put the hooks that cut and gather tokens on the model. Return a function that takes them off."""
         undo = ExitStack()
         undo.callback(self._model.register_forward_pre_hook(lambda *_: self._check_in_place()).remove)
         for step in self._steps:

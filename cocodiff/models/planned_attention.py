@@ -116,7 +116,7 @@ class Followed(NamedTuple):
 
 
 class PlannedAttention:
-    """The attention calls of a model that runs by a plan, in the place of torch's, on one of several ranks."""
+    """The attention calls of a model that several ranks run by a plan, computed in the place of torch's."""
 
     def __init__(self, host: Any, layers: Iterable[str]) -> None:
         """Count the layers of each kind.

@@ -25,7 +25,8 @@ TOKENS: Plan = {
 
 
 class QwenImageAdapter(Adapter):
-    """The description of Qwen-Image for several ranks."""
+    """The adapter of Qwen-Image, by which several ranks run its transformer: attention to replace, and tokens to
+    cut."""
 
     plan = TOKENS
     attention_kwargs = "attention_kwargs"

@@ -22,7 +22,8 @@ TOKENS: Plan = {
 
 
 class SD3Adapter(Adapter):
-    """The description of Stable Diffusion 3 and 3.5 for several ranks."""
+    """The adapter of Stable Diffusion 3 and 3.5, by which several ranks run them: attention to replace, and tokens to
+    cut."""
 
     plan = TOKENS
 

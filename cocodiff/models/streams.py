@@ -43,7 +43,7 @@ UNTURNED = Rotary()
 class Norm(NamedTuple):
     """The parameters of a RMS normalisation of q or k over a head's channels, as the fused kernel takes them."""
 
-    weight_D: Tensor | None = None
+    weight_D: Tensor | None = None  # the learnt weight; None for none
     epsilon: float | None = None  # None: no normalisation
     round_before_weight: bool = False  # round also before the weight, as diffusers' RMSNorm does
 
@@ -69,7 +69,12 @@ def norm_rope(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary, kernels: K
 
 
 def _by_modules(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tensor:
-    """Return a q or k, normalised and rotated by the model's own modules."""
+    """Return a q or k, normalised and rotated by the model's own modules.
+
+    Args:
+        norm: the module for the normalisation; None for none.
+        rotary: the rotation, which may be none.
+    """
     x_BLHD = x_BLHD if norm is None else norm(x_BLHD)
     return x_BLHD if rotary.layout == "none" else rotary.turn(x_BLHD)
 
@@ -77,10 +82,10 @@ def _by_modules(x_BLHD: Tensor, norm: nn.Module | None, rotary: Rotary) -> Tenso
 def as_data(norm: nn.Module | None, x_BLHD: Tensor) -> Norm | None:
     """Return the parameters of a module that is a plain RMSNorm over the heads' channels; None for any other module.
 
-    No module gives parameters without a normalisation.
+    Without a module, these are the parameters of no normalisation.
 
     Args:
-        norm: the module.
+        norm: the module; None for no normalisation.
         x_BLHD: the tensor to normalise, whose channels and dtype the weight has to fit.
     """
     from diffusers.models.normalization import RMSNorm
@@ -117,13 +122,13 @@ class Stream(NamedTuple):
     """This rank's tokens of one kind (image or text) in an attention layer, and the modules that make their q, k and
     v."""
 
-    x_BLC: Tensor
+    x_BLC: Tensor  # the tokens, with C channels
     to_q: Callable[[Tensor], Tensor]  # projection to q, which may be a cached call
-    to_k: nn.Module
-    to_v: nn.Module
-    norm_q: nn.Module | None = None
-    norm_k: nn.Module | None = None
-    rotary: Rotary = UNTURNED
+    to_k: nn.Module  # projection to k
+    to_v: nn.Module  # projection to v
+    norm_q: nn.Module | None = None  # normalisation of q; None for none
+    norm_k: nn.Module | None = None  # normalisation of k; None for none
+    rotary: Rotary = UNTURNED  # rotary embedding of q and k
 
 
 def image_stream(attn: Any, x_BLC: Tensor, rotary: Rotary = UNTURNED) -> Stream:
