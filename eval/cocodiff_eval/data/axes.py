@@ -64,7 +64,11 @@ def count_leading(given: Sequence[Any], shape: Sequence[int], path: str, what: s
 
 
 def _is_outside(axis: Mapping[str, Any]) -> bool:
-    """Return True if an axis is not spatial, such as time or channel."""
+    """Return True if an axis is none of space, but for instance time or channel.
+
+    Args:
+        axis: its metadata, with a `name` and perhaps a `type`.
+    """
     kind = axis.get("type")
     return kind != "space" if isinstance(kind, str) else str(axis["name"]).lower() in NO_SPACE
 

@@ -54,7 +54,7 @@ OPEN_ELSEWHERE = "it is open elsewhere for writing: close it there, or read a co
 
 
 def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
-    """Open a dataset, or a group of frames (ALS beamline 8.3.2), as a volume. No voxels are read yet.
+    """Open a dataset of an HDF5 file, or a group of frames (ALS beamline 8.3.2), as a volume. No voxels are read yet.
 
     Raise UserError for a file that is not HDF5, for a missing dataset, and for other files that are not allowed.
 
@@ -95,11 +95,13 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
 
 
 def _default(h5: Any, follow_links: bool) -> str | None:
-    """Return the path to open if the user names none: Data Exchange's `/exchange/data`, else the only group of frames.
+    """Return the path in an HDF5 file that is opened if the user names none.
 
-    Return None for all other files, also for one whose single dataset has another path.
+    It is Data Exchange's `/exchange/data`, else the only group of frames (datasets of one slice each). Return None for
+    all other files, also for one whose single dataset has another path.
 
     Args:
+        h5: the open file.
         follow_links: True to read other files that this one names.
     """
     if h5.get(DATA_EXCHANGE.strip("/"), getlink=True) is not None:
@@ -266,6 +268,8 @@ def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
     too for voxels of external files or virtual sources that are missing, which HDF5 would read as fill values.
 
     Args:
+        dataset: the open dataset.
+        follow_links: True if other files that this one names may be read.
         depth: number of virtual datasets that led to this one.
     """
     file, name = dataset.file.filename, dataset.name
@@ -519,8 +523,13 @@ def _copy_around(old: Any, new: Any, nodes: Mapping[str, Any], own: Collection[s
 
 
 def _try(h5: Any, path: str, follow_links: bool) -> Any:
-    """Return the object at a path of an HDF5 file; None if it is missing, damaged, or in a file that may not be
-    read."""
+    """Return the object at a path of an HDF5 file; None if it is missing, damaged, or in a file that may not be read.
+
+    Args:
+        h5: the open file or a group.
+        path: the path.
+        follow_links: True if other files that this one names may be read.
+    """
     with contextlib.suppress(UserError, KeyError, OSError, RuntimeError):
         return _find(h5, path, follow_links)[0]
     return None

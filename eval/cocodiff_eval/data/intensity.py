@@ -32,13 +32,14 @@ def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def downsample(image_YX: np.ndarray, weight_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return an image and its weights at half the resolution, both [ceil(Y/2), ceil(X/2)].
+    """Return an image and the weights of its samples at half the resolution, both [ceil(Y/2), ceil(X/2)].
 
-    A weight is the share of known voxels behind a sample, in [0, 1]. Where it is 0, the image is 0.
+    It makes a level of the pyramid from which holes are filled. A weight is the share of known voxels behind a sample,
+    in [0, 1]. Where it is 0, the image is 0.
 
     Args:
         image_YX: float64 [Y, X].
-        weight_YX: float64 [Y, X] in [0, 1].
+        weight_YX: float64 [Y, X] in [0, 1]; at full resolution 1 for known voxels, 0 for others.
     """
     total = _smooth_halve(_smooth_halve(image_YX * weight_YX, 0), 1)
     weight = _smooth_halve(_smooth_halve(weight_YX, 0), 1)
@@ -57,8 +58,10 @@ def _double(values: np.ndarray, axis: int, length: int) -> np.ndarray:
 
 
 def upsample(image_YX: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return an image interpolated linearly to the next finer resolution, which has `shape`. It undoes `downsample`,
-    whose samples lie at the same places."""
+    """Return an image interpolated linearly to the next finer level of a pyramid, which has `shape`.
+
+    Samples lie where `downsample` has them.
+    """
     return _double(_double(image_YX, 0, shape[0]), 1, shape[1])
 
 
@@ -111,7 +114,8 @@ class IntensityRange:
     high: float  # the intensity that is 1
     extremes: tuple[float, float] | None = None  # smallest and largest of all known voxels; None without outliers
     beyond: int = 0  # number of known voxels that are outliers
-    declared: Declared = field(default_factory=dict, hash=False)  # what the file's attributes say of its values
+    # for instance the value of missing voxels
+    declared: Declared = field(default_factory=dict, hash=False)  # what the file's attributes declare of its values
 
     @property
     def scale(self) -> float:

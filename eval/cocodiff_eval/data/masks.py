@@ -97,7 +97,10 @@ def depth(read: Reader, index: int, slices: int) -> np.ndarray:
 
 
 def depth_in(mask_YX: np.ndarray) -> np.ndarray:
-    """Return the distance in voxels of each masked voxel of a slice from the nearest known one; float64 [Y, X]."""
+    """Return the distance of each masked voxel of a slice from the nearest known voxel of that slice, in voxels.
+
+    It is float64 [Y, X]: 0 for known voxels, and FAR everywhere in a slice without any.
+    """
     from scipy.ndimage import distance_transform_edt
 
     return np.full(mask_YX.shape, float(FAR)) if mask_YX.all() else np.asarray(distance_transform_edt(mask_YX))
@@ -118,7 +121,7 @@ def make_mask(
     grow: int = 0,
     invert: bool | None = None,
 ) -> Mask:
-    """Return the mask for one input.
+    """Make the mask of voxels to restore for one input: generated, or read from a file.
 
     A 2-D mask file holds for every slice. A 3-D one must have the shape of the stack, or of the volume that the stack
     is a part of. Non-zero voxels of a file are restored.
@@ -130,6 +133,7 @@ def make_mask(
         kind: `block` (random, by `seed`), `center`, the path of a mask in any format that can be read, or `labels/NAME`
             in a Zarr input's own store.
         stack: the input.
+        seed: of a `block` mask.
         follow_links: True to read other files that an HDF5 file names.
         progress: shows the progress of reading a file.
         along_z: True if only slices along z are restored, so that at least one of them must have known voxels.
@@ -241,7 +245,7 @@ def _check_values(
 
 
 def check_rim(stack: Stack, mask: Mask) -> list[str]:
-    """Return a remark for the user if known voxels beside a mask look like what it covers, else [].
+    """Return a line for the user, in a list, if known voxels beside a mask look like what it covers; else [].
 
     The mask is then probably too small. The stored voxels under the mask and around it are read in a few slices. A
     known voxel looks like what is covered if it is nearer to the median under the mask than to the range of the voxels

@@ -365,7 +365,7 @@ def _path_of(dataset: Mapping[str, Any]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a finite number."""
+    """Return True for a finite number of Python's, False for booleans and all else."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
 
 
@@ -429,12 +429,12 @@ class ZarrStore:
             above = array
 
     def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
-        """Return a slice of the next level, [Y, X]: means of up to 2 x 2 x 2 voxels.
+        """Return a slice of a smaller level of the image, [Y, X]: means of up to 2 x 2 x 2 voxels of the level before.
 
         Args:
             above: the array of the level before.
-            shape: [N, Y, X] of that level.
-            index: the slice in the next level.
+            shape: [N, Y, X] of the level before.
+            index: the slice in the smaller level.
         """
         step, dtype = self.step[0], self.new.dtype
         together = range(step * index, min(step * (index + 1), shape[0]))
@@ -503,7 +503,7 @@ class ZarrStore:
         return zarr.create_array(self.path, name=str(level), shape=shape, chunks=chunks, **options)
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes of the root: the input's, with the levels of the result."""
+        """Return the attributes of the store's root group: the input's, with the levels of the result."""
         kept = dict(self.new.metadata.attributes)
         image = {name: value for name, value in self.image.items() if name != "datasets"}
         if not image:

@@ -152,7 +152,7 @@ class Restored:
     Any process may write any slice.
     """
 
-    path: Path
+    path: Path  # the file
     axis: str  # "z", "y" or "x"
     statistics: MaskStatistics  # the mask's, which give each slice's place in the file
 

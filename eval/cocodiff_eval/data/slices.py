@@ -18,12 +18,13 @@ SMALLEST_SIDE = 16  # voxels: two latent cells of the usual 8-fold autoencoder, 
 
 
 def safe_stem(text: str) -> str:
-    """Return `text` with every character that could trouble a file system or a shell replaced by `_`."""
+    """Return `text` as a name for files: every character that could trouble a file system or a shell is replaced by
+    `_`."""
     return re.sub(r"[^\w.+-]+", "_", text).strip("._-")[:100] or "slice"
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Return the names, with -2, -3, ... appended to repeated ones. Upper and lower case count as equal."""
+    """Return names with -2, -3, ... appended to repeated ones. Upper and lower case count as equal."""
     taken: set[str] = set()
     unique = []
     for wanted in names:

@@ -107,7 +107,12 @@ def open_tiff(file: str) -> Stack:
 
 
 def check_samples(file: str, pages: Sequence[Any]) -> None:
-    """Raise UserError unless all pages' samples are intensities, and of one kind."""
+    """Raise UserError unless the samples of all pages of a TIFF file are intensities, and of one kind.
+
+    Args:
+        file: the file, for the error.
+        pages: pages of tifffile.
+    """
     kinds = {int(page.photometric): getattr(page.photometric, "name", "unknown") for page in pages}
     if len(kinds) > 1 or max(kinds) > 2:  # min is white, min is black, RGB
         raise UserError(
@@ -171,7 +176,7 @@ class _TiffReader:
 
 
 def _check_segments(page: Any) -> None:
-    """Raise ValueError for strips or tiles of a page that are not stored. They would be read as 0."""
+    """Raise ValueError for strips or tiles of a TIFF page that are not stored. They would be read as 0."""
     if page.is_contiguous:
         return
     count = math.prod(page.chunked)
@@ -197,7 +202,7 @@ class Slice(NamedTuple):
     """A file of a sequence, with its name cut at the number that counts the files."""
 
     number: Decimal  # 0 for a name without a number
-    file: Path
+    file: Path  # the file
     before: str  # the file's name before the digits
     digits: str  # the number as written; "" for a name without one
     after: str  # the file's name after the digits, without its suffix

@@ -58,8 +58,8 @@ class Metadata:
 class Region:
     """The part of a volume that is restored: from `start` to before `stop`, each [slice, row, column]."""
 
-    start: Triple
-    stop: Triple
+    start: Triple  # first slice, row and column
+    stop: Triple  # slice, row and column behind the last ones
 
     @property
     def shape(self) -> Triple:
@@ -83,7 +83,7 @@ class Stack:
     dtype: np.dtype  # of the slices that `read` returns, in native byte order
     ndim: int  # 2 for a slice, 3 for a stack, also for one of a single slice
     reader: Reader  # gives a slice as the file stores it
-    metadata: Metadata = field(default_factory=Metadata)
+    metadata: Metadata = field(default_factory=Metadata)  # the file's, such as the voxel size
     labels: bool = False  # True for a label image, whose non-zero values are labels
     region: Region | None = None  # the part of the file's volume that this is; None for all of it
     whole: Triple | None = None  # shape of the file's volume, if this is a part of it
@@ -176,7 +176,8 @@ class NewVolume:
         file.truncate()
 
     def notes(self) -> dict[str, Any]:
-        """Return how the result was made, as plain data for the file's metadata; empty if there is no provenance."""
+        """Return how the result was made (its provenance), as plain data for the file's metadata; empty if there is
+        none."""
         notes = dict(self.provenance)
         if notes and self.region is not None:
             notes["region"] = {"start": list(self.region.start), "stop": list(self.region.stop)}
@@ -269,7 +270,7 @@ def by_slabs(read: Callable[[int, int], np.ndarray], shape: Triple, itemsize: in
 
 
 def plain(value: Any) -> Any:
-    """Return a value as data that JSON can hold.
+    """Return a value, such as an attribute of a file, as data that JSON can hold.
 
     NumPy's values become Python's. NaN, infinities and values without such a form become text, and so do long lists.
     """
@@ -326,7 +327,7 @@ def quiet_libraries() -> Iterator[list[str]]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return a library's message on one line, never empty."""
+    """Return the message of a library's error on one line, never empty."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -35,7 +35,7 @@ COLOURS = Path(__file__).parent / "templates" / "magma.rgb"
 
 
 class Block(NamedTuple):
-    """A text in the page, as an inert script element, that the page's script decodes when it needs it."""
+    """A text in the report's page, in an inert script element, that the page's script decodes when it needs it."""
 
     kind: str  # `picture`, `mask` or `volume`
     series: int  # number of the series that it belongs to: slices of a stack under a mask, or images
@@ -57,7 +57,7 @@ def write_report(
     frames: int | None = None,
     swept: Sequence[Row] = (),
 ) -> None:
-    """Write the report as one HTML page without external resources.
+    """Write the report on a job as one HTML page without external resources.
 
     Args:
         path: the page's file.
@@ -106,7 +106,7 @@ def write_report(
 
 @cache
 def _template() -> Any:
-    """Return the page's jinja2 template."""
+    """Return the jinja2 template of the report's page."""
     import jinja2
 
     return jinja2.Environment(
@@ -177,10 +177,10 @@ def _inert(document: Any) -> str:
 
 
 def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the page's section on a series (slices of a stack under a mask, or images) shows, by the template's
-    names.
+    """Return what the report's section on a series of results shows, by the names that the page's template uses.
 
     Args:
+        series: slices of a stack under a mask, or images.
         prompts: for each generated image its prompt.
         metrics: the content of `metrics.json`.
     """

@@ -37,7 +37,7 @@ BLOCK = 16  # side in pixels of the blocks that WebP codes
 
 @dataclass(frozen=True)
 class Picture:
-    """One slice under one mask, as the report shows it. Images are [Y, X] in the input's units."""
+    """One slice under one mask and its restorations, as the report shows it. Images are [Y, X] in the input's units."""
 
     name: str  # as in the rows of `metrics.json`; `stack[number]` for a slice of a stack
     mask: str  # name of the mask, as in the rows
@@ -56,7 +56,7 @@ class Picture:
 class Generated:
     """A generated image as each preset (named set of the engine's settings) made it, uint8 [Y, X, 3]."""
 
-    name: str
+    name: str  # as in the rows of `metrics.json`
     images: Mapping[str, np.ndarray]  # the image of each preset
 
 
@@ -162,9 +162,11 @@ Images = dict[tuple[str, str], np.ndarray]  # uint8 images by kind and preset
 
 
 def _of_image(picture: Generated, side: int) -> tuple[dict[str, Any], Images]:
-    """Return the entries of a generated image for the page, and its pictures by kind and preset.
+    """Return what the report has of a generated image: entries for JSON, such as its name, and pictures by kind and
+    preset.
 
     Args:
+        picture: the image.
         side: most pixels of the longer side.
     """
     images = {("images", mode): _reduced(image, side) for mode, image in picture.images.items()}
@@ -172,9 +174,10 @@ def _of_image(picture: Generated, side: int) -> tuple[dict[str, Any], Images]:
 
 
 def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
-    """Return the entries of a slice for the page, with its masks, and its pictures by kind and preset.
+    """Return what the report has of a slice: entries for JSON, such as name and masks, and pictures by kind and preset.
 
     Args:
+        picture: the slice.
         side: most pixels of the longer side.
     """
     scale, mask_YX = picture.scale, picture.mask_YX

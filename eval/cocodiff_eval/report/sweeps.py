@@ -36,12 +36,12 @@ Line = Mapping[str, Any]  # a line of results.jsonl
 class Spread(NamedTuple):
     """A mean over slices and its standard error, for a table."""
 
-    mean: float
+    mean: float  # over slices
     error: float | None  # standard error; None for a single slice
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """Return the spread of the values that are not None; None if there are none."""
+        """Return the mean, with its standard error, of the values that are not None. Return None if there are none."""
         present = [value for value in values if value is not None]
         if not present:
             return None
@@ -55,7 +55,10 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One point (set of settings) of a sweep under one mask at one number of steps, with means over several slices."""
+    """The means of one point (set of settings) of a sweep over several slices, under one mask at one number of steps.
+
+    They are compared with an exact run, which sends all tensors as they are.
+    """
 
     point: str  # name of the point
     mask: str  # name of the mask
@@ -132,7 +135,7 @@ def _row(lines: Sequence[Line]) -> Row:
     """
 
     def over(value: Callable[[Line], float | None]) -> Spread | None:
-        """Return the spread of a value over the lines."""
+        """Return the mean of a value over the lines, with its standard error."""
         return Spread.of([value(line) for line in lines])
 
     def minus(line: Line, name: str) -> float | None:
@@ -140,7 +143,7 @@ def _row(lines: Sequence[Line]) -> Row:
         return None if line[name] is None else line[name] - line["exact"][name]
 
     def sent(line: Line, kind: str = "bytes") -> int:
-        """Return a line's bytes over all links."""
+        """Return the bytes of a line over all links together."""
         return sum((line[kind] if kind == "bytes" else line.get(kind, {})).values())
 
     def part(count: int, whole: int) -> float | None:

@@ -47,10 +47,10 @@ def size(count: float) -> str:
 
 
 def versus_exact(row: Mapping[str, Any]) -> str:
-    """Return a row's PSNR against the exact run as text; "identical" if all bits are equal; a dash without an exact
-    run.
+    """Return a row's PSNR against the exact run, which sends all tensors as they are, as text.
 
-    Of several slices only those compared count.
+    It is "identical" if all bits are equal, and a dash without an exact run. Of several slices only those compared
+    count.
 
     Args:
         row: a row of metrics.json.
@@ -231,8 +231,12 @@ def has_rank_seconds(metrics: Mapping[str, Any]) -> bool:
 
 
 def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the presets' rows of one image and mask, and behind them a row for the biharmonic baseline if it was
-    made."""
+    """Return the rows of one image and mask, one for each preset, followed by a row for the biharmonic baseline if it
+    was made.
+
+    Args:
+        rows: of metrics.json.
+    """
     if rows[0].get("baseline") is None:
         return list(rows)
     return [*rows, {"mode": "biharmonic", **rows[0]["baseline"], **OF_BASELINE}]
@@ -258,7 +262,8 @@ NOTHING = (MISSING, "0 B", "")  # texts of cells that say nothing
 
 @dataclass
 class Series:
-    """The results that share a slider on the page: the slices of a stack under a mask, or single slices or images."""
+    """The results that share a slider on the report's page: slices of a stack under a mask, or single slices or
+    images."""
 
     stack: str | None  # name of the stack; None for single slices and generated images
     mask: str | None  # name of the mask; None for generated images
@@ -328,7 +333,8 @@ def series_of(
 
 
 def numbers(series: Series) -> dict[str, Any]:
-    """Return what the page's script draws a series' curves from: PSNR and SSIM of each preset over the series' slices.
+    """Return what the report's script draws a series' curves from: PSNR and SSIM of each preset over the series'
+    slices.
 
     It is plain data for JSON, with the numbers and names of the slices.
     """
@@ -425,14 +431,14 @@ def _ranges(indices: Sequence[int], series: Series) -> str:
 
 
 class Cell(NamedTuple):
-    """A cell of a table on the page."""
+    """A cell of a table in the report."""
 
     text: str
     note: str = ""  # further text, shown in small letters
 
 
 class Column(NamedTuple):
-    """A column of a table on the page."""
+    """A column of a table in the report."""
 
     head: str  # its heading
     cells: Sequence[str | Cell]  # one for each row
@@ -440,7 +446,7 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of the page."""
+    """A table in the report."""
 
     label: str  # its heading
     columns: list[Column]  # the columns that are shown, with a cell for each row
@@ -466,7 +472,7 @@ class Table(NamedTuple):
 def quality_table(
     label: str, rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, str], metrics: Mapping[str, Any]
 ) -> Table:
-    """Return the page's table of a series: the results of the presets for each image or stack, then the baseline's.
+    """Return the report's table of a series: the results of the presets for each image or stack, then the baseline's.
 
     Args:
         label: its heading.
@@ -497,7 +503,8 @@ def quality_table(
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table | None:
-    """Return the table of means over images for each mask and preset; None if no mean is of two images or more.
+    """Return the report's table of means over images for each mask and preset; None if no mean is of two images or
+    more.
 
     Args:
         metrics: the content of metrics.json.
@@ -519,8 +526,9 @@ def summary_table(metrics: Mapping[str, Any]) -> Table | None:
 
 
 def bound_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of the settings that were tried for `--quality`, a bound on the loss, for each mask or for all
-    images.
+    """Return the report's table of the settings that were tried for `--quality`, a bound on the loss.
+
+    There are rows for each mask, or for all images.
 
     Args:
         records: `quality` of metrics.json.

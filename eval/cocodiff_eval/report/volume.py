@@ -35,7 +35,7 @@ class ShownVolume:
     along z."""
 
     stack: Stack  # the input
-    mask: Mask
+    mask: Mask  # the voxels that were restored
     scale: IntensityRange  # the input's range of intensities
     truth: Stack | None  # the original; None if unknown: then nothing of it is shown under the mask
     grey: Mapping[str, Reader]  # what was restored, and ends of intervals, by the name that the page shows
@@ -54,7 +54,7 @@ class ShownPart:
 
 
 def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
-    """Return what the page's script reads of a volume: metadata and voxels in base64, of at most `room` bytes before
+    """Return what the report's script reads of a volume: metadata and voxels in base64, of at most `room` bytes before
     that.
 
     Memory holds one slice of each file and what is embedded.
@@ -145,7 +145,8 @@ def _around(middle: Sequence[int], shape: Sequence[int], voxels: float) -> Box:
 
     Args:
         middle: indices of the voxel.
-        shape: of the volume.
+        shape: the volume's.
+        voxels: most voxels of the box.
     """
     box: dict[int, slice] = {}
     for left, axis in enumerate(sorted(range(3), key=lambda axis: shape[axis])):
