@@ -256,8 +256,10 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _settle(future: Future[T], job: Callable[[], T]) -> None:
-    """Run a job and put its result or its error into a future. It runs on a thread of its own, whose hang a caller can
-    leave."""
+    """Run a job and put its result or its error into a future.
+
+    It runs on a thread of its own, so that others may stop waiting for it.
+    """
     try:
         future.set_result(job())
     except BaseException as error:

@@ -236,7 +236,7 @@ class Watch(Health):
 
     def check(self) -> None:
         if self._peers.lost is not None:
-            with self._changed:  # by then the others have been told
+            with self._changed:  # by then the others know it
                 self._peers.raised = True
             raise self._peers.lost
 

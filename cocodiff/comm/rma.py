@@ -176,8 +176,10 @@ class _Transfer:
 
 
 class RmaGroup(MpiGroup):
-    """A group whose messages are put into the receiver's memory by one-sided MPI. It has a window (shared memory) of
-    its own."""
+    """A group whose messages are put into the receiver's memory by one-sided MPI.
+
+    It has an MPI window of its own, memory that the other ranks may write to.
+    """
 
     def __init__(
         self, transport: RmaTransport, mpi: Any, communicator: Any, window: Any, ranks: tuple[int, ...]

@@ -19,7 +19,7 @@ LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
 # attention  q, k, v and the output; "unsplit" for calls that all ranks share while guidance is parallel
 # gather     the model's output, within a guidance branch
 # guidance   the model's output, between branches
-# notes      what codecs decide by
+# notes      the values that codecs decide by
 # whole      the bytes that q, k, v and the output would have without a codec
 # late       the part of q, k, v and the output that no call waited for
 # overflow   the part of q, k, v and the output that is rests of the lossless codec

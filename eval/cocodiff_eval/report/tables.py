@@ -69,7 +69,7 @@ def cells_of(
     nothing. Uncertainty is half the width of the 90 % intervals.
 
     Args:
-        row: a row of metrics.json, or the mean of several.
+        row: a row of metrics.json, or several that were merged into one.
         jump: its `slice_jump`; None if unknown.
         within: the range of intensities that its PSNR refers to.
         digits: digits of seconds after the point.
