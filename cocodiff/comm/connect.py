@@ -325,7 +325,12 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _on_one_host(launch: Launch, size: int) -> bool:
-    """Return True if the launcher shows that all ranks are on one host: by their number, or by a loopback address."""
+    """Return True if the launcher shows that all ranks are on one host: by their number, or by a loopback address.
+
+    Args:
+        launch: the start of this process, with the number of ranks on its node.
+        size: number of all ranks.
+    """
     return launch.local_size == size or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
 
@@ -418,6 +423,8 @@ def hosted_store(
     The store's own socket would be open on all interfaces.
 
     Args:
+        host: name or address of this host.
+        port: the socket's port.
         size: number of ranks.
         limit: longest time that its calls wait.
         listener: the socket; it belongs to the store from now on.

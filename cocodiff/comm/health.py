@@ -309,9 +309,14 @@ class Watch(Health):
     # Start-up -------------------------------------------------------------------------------------------------------
 
     def _join(self, address: tuple[str, int], settings: dict[str, str]) -> Line:
-        """Connect this rank to rank 0, which may not be listening yet. Return the connection.
+        """Connect this rank to rank 0, which may not be listening yet, and send it this rank's settings. Return the
+        connection.
 
         Raise PeerLost if rank 0 does not answer in time.
+
+        Args:
+            address: host and port of rank 0's watch.
+            settings: values by name, for the comparison with the other ranks'.
         """
         deadline, error = time.monotonic() + self._peers.limits.start_s, ""
         refused_until = deadline

@@ -109,8 +109,12 @@ def _without_size(env: Mapping[str, str], rank: int) -> Launch:
     """Return the launch of a rank whose MPI launcher does not set the number of ranks.
 
     The size is that of COCODIFF_RANKS. Without it, under PALS, it is guessed as this node's ranks times the job's
-    nodes. It is None if neither is known, or if this rank's number is not below it and so shows that it is wrong.
-    Ranks with lower numbers cannot tell that; all ranks compare their sizes when they meet.
+    nodes. It is None if neither is known, or if this rank's number is not below it and so shows that it is wrong. Ranks
+    with lower numbers cannot tell that; all ranks compare their sizes when they meet.
+
+    Args:
+        env: the environment variables.
+        rank: this rank.
     """
     size, local_size, guessed = _number(env, (RANKS,)), _number(env, LOCAL_SIZE), False
     if size is None and "PALS_LOCAL_SIZE" in env and local_size:
@@ -180,7 +184,12 @@ def system_mpiexec() -> str | None:
 
 def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
     """Return the number in the first of some environment variables that is set; None if none is. Raise UserError if it
-    is not a number."""
+    is not a number.
+
+    Args:
+        env: the environment variables.
+        names: the variables to look at, in this order.
+    """
     name = next((name for name in names if env.get(name)), None)
     if name is None:
         return None

@@ -186,8 +186,14 @@ class Peers:
         return len(self.left) == self.size - 1
 
     def hear(self, sender: int, message: Message, now: float) -> list[Message]:
-        """Handle a message from rank `sender`. Return the messages to pass on, which only rank 0 does; [] on other
-        ranks."""
+        """Handle a message from another rank. Return the messages to pass on, which only rank 0 does; [] on other
+        ranks.
+
+        Args:
+            sender: the rank that sent it.
+            message: its content.
+            now: the time, by `own.now()`.
+        """
         self._heard[sender] = now
         told = []
         if "lost" in message:
@@ -206,9 +212,13 @@ class Peers:
         return [] if self.rank else told
 
     def gone(self, sender: int, now: float) -> list[Message]:
-        """Handle a closed connection to rank `sender`: it died, unless it has left. Return the messages to send.
+        """Handle a closed connection: its rank has died, unless it has left. Return the messages to send.
 
         If it was rank 0, no further message arrives from any rank.
+
+        Args:
+            sender: the rank at its other end.
+            now: the time, by `own.now()`.
         """
         expected = sender in self.left or self.closing
         told = [] if expected else self.lose(PeerLost(sender, "died: its connection closed"), now)
@@ -487,6 +497,7 @@ def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[in
     that waits for it is returned.
 
     Args:
+        progress: that of each of them.
         waiting: the rank that waits longest.
     """
     calls = {rank: f"{one.at}{_of_ranks(one.among)}" for rank, one in progress.items()}

@@ -183,10 +183,12 @@ class Transport(ABC):
         return found[0]
 
     def gather_object(self, value: Any, at: str = "gather_object") -> list[Any] | None:
-        """Return all ranks' values on rank 0, and None on the other ranks. This blocks; it is for set-up and results.
+        """Return the list of all ranks' values on rank 0, and None on the other ranks. All ranks call this.
+
+        It blocks, and is for set-up and results.
 
         Args:
-            value: plain data, see `objects.as_bytes`.
+            value: this rank's plain data, see `objects.as_bytes`.
             at: name of the call, which errors report if other ranks make another call.
         """
         return self.blocking(lambda: gather_values(self.host_world, value), at)
@@ -194,7 +196,9 @@ class Transport(ABC):
     def broadcast_object(self, value: Any, at: str = "broadcast_object") -> Any:
         """Return rank 0's value on every rank. All ranks call this; the values of the others are not used.
 
-        See `gather_object` for the arguments.
+        Args:
+            value: plain data, see `objects.as_bytes`.
+            at: name of the call, which errors report if other ranks make another call.
         """
         return self.blocking(lambda: broadcast_value(self.host_world, value), at)
 
@@ -213,7 +217,9 @@ class Transport(ABC):
     def values_of_all(self, value: Any, at: str = "values_of_all") -> list[Any]:
         """Return the list of all ranks' values, in the order of ranks, on every rank. All ranks call this.
 
-        See `gather_object` for the arguments.
+        Args:
+            value: this rank's plain data, see `objects.as_bytes`.
+            at: name of the call, which errors report if other ranks make another call.
         """
         return self.over_all(value, list, at)
 

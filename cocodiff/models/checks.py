@@ -130,6 +130,7 @@ def replace(of: Any, name: str, value: Any) -> Callable[[], None]:
     Args:
         of: the object.
         name: the attribute.
+        value: its new value.
     """
     before = vars(of).get(name, of)
     vars(of)[name] = value

@@ -57,6 +57,9 @@ class Pipelines:
 
         The class is the one that generates, and there is none to inpaint. The signature tells which embeddings a call
         takes, if these are lists, and the default size of a video.
+
+        Args:
+            kind: the class.
         """
         takes = signature(kind.__call__).parameters
 

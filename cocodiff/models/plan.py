@@ -224,10 +224,12 @@ class ShardedModel:
         return type(output)(**dict(zip(output, parts, strict=True))) if by_name else type(output)(parts)
 
     def _cut_value(self, cuts: Cuts, value: Any, name: str) -> Any:
-        """Return this rank's tokens of a tensor, or of the tensors in a nested list or dictionary.
+        """Return this rank's tokens of a tensor, or of the tensors in a nested list or dictionary. Other values are
+        unchanged.
 
         Args:
             cuts: for a tensor, the first one that fits its dimensions is used; for a list, one for each entry.
+            value: the tensor, list or dictionary.
             name: the argument's or output's name, for errors.
         """
         if isinstance(value, Tensor):

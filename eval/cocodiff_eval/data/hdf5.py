@@ -234,6 +234,8 @@ def _find(h5: Any, path: str, follow_links: bool) -> tuple[Any, str]:
 
     Args:
         h5: the open file or a group.
+        path: the path.
+        follow_links: True if other files that this one names may be read.
     """
     node, names, led_on, passed, place = h5, path.split("/"), 0, list[str](), ""
     while names:

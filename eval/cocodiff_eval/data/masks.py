@@ -57,7 +57,14 @@ class Mask:
 
 
 def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
-    """Return a mask of nine random cells of a 6 x 6 grid, boolean [Y, X]. Cell edges lie at round(i * side / 6)."""
+    """Return a mask of nine random cells of a 6 x 6 grid, boolean [Y, X], True at voxels to restore.
+
+    Cell edges lie at round(i * side / 6).
+
+    Args:
+        shape: numbers of rows and columns.
+        seed: decides which cells.
+    """
     rows, columns = ([round(i * side / GRID) for i in range(GRID + 1)] for side in shape)
     mask_YX = np.zeros(shape, dtype=bool)
     # Python's generator, not NumPy's: its sequence for a seed is the same in every version.
@@ -68,7 +75,11 @@ def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def center_mask(shape: tuple[int, int]) -> np.ndarray:
-    """Return a mask of the central half of both sides, boolean [Y, X]."""
+    """Return a mask of the central half of both sides, boolean [Y, X], True at voxels to restore.
+
+    Args:
+        shape: numbers of rows and columns.
+    """
     mask_YX = np.zeros(shape, dtype=bool)
     top, left = (round(side / 4) for side in shape)
     mask_YX[top : shape[0] - top, left : shape[1] - left] = True

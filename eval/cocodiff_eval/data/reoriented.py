@@ -109,7 +109,11 @@ class Reoriented:
         return np.array(self.slices[index])
 
     def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
-        """Return a part of the volume, [Z, Y, X]."""
+        """Return a part of the volume, [Z, Y, X], from the copy.
+
+        Args:
+            parts_ZYX: the ranges of slices, rows and columns of the volume.
+        """
         return np.array(np.moveaxis(self.slices, 0, AXES.index(self.axis))[parts_ZYX])
 
     @property

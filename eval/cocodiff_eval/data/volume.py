@@ -370,8 +370,14 @@ def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int 
 
 
 def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
-    """Return the shape [Y, X] or [N, Y, X] as [N, Y, X]. Raise UserError for others, and for slices that exceed
-    memory."""
+    """Return the shape [Y, X] or [N, Y, X] of an array as [N, Y, X]. Raise UserError for others, and for slices that
+    exceed memory.
+
+    Args:
+        shape: the array's.
+        path: its file, for the error.
+        itemsize: bytes of a voxel.
+    """
     if len(shape) not in (2, 3):
         raise UserError(
             f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "

@@ -139,7 +139,7 @@ def _row(lines: Sequence[Line]) -> Row:
         return Spread.of([value(line) for line in lines])
 
     def minus(line: Line, name: str) -> float | None:
-        """Return the difference of a line's value from its exact run's; None if unknown."""
+        """Return the difference of a line's measure (such as "psnr_db") from its exact run's; None if unknown."""
         return None if line[name] is None else line[name] - line["exact"][name]
 
     def sent(line: Line, kind: str = "bytes") -> int:
