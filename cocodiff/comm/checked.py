@@ -26,7 +26,7 @@ class WrongMessage(PeerLost):
 
 
 class CheckedMessage(NamedTuple):
-    """A message that is to be received, with its checksum."""
+    """A message that is to be received, with the checksum that its sender computed."""
 
     tensor: Tensor  # the message
     total: Tensor  # its checksum, int64 [1]
@@ -78,11 +78,16 @@ class CheckedGroup(Group):
         self._group.barrier()
 
     def await_from(self, peers: set[int]) -> None:
-        """Tell the watch which peers this rank waits for, so that an error can name the sender of a missing message."""
+        """Tell the watch over lost ranks which peers this rank waits for, so that an error can name the sender of a
+        missing message.
+
+        Args:
+            peers: their indices in the group; empty if the wait is over.
+        """
         self._health.awaits(tuple(sorted(self.ranks[peer] for peer in peers)))
 
     def refuse(self, message: CheckedMessage) -> WrongMessage:
-        """Tell all ranks of a wrong message, and return the error."""
+        """Tell all ranks that a message has arrived with wrong bits, and return the error to raise."""
         tensor, own, sender = message.tensor, self.ranks[self.index], self.ranks[message.peer]
         form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         lane = f" on {message.lane.replace('-', ' ')}" if message.lane.startswith("lane-") else ""
@@ -103,14 +108,15 @@ def check_messages(transport: LaneOwner) -> None:
 
 
 class CheckedPending:
-    """The messages of a call in flight, with their checksums. The first `wait` compares them; on accelerators the host
-    waits for that."""
+    """The messages of one call in flight, with their checksums, which the first `wait` compares. On accelerators the
+    host waits for that."""
 
     def __init__(self, group: CheckedGroup, transfers: list[tuple[Pending, list[CheckedMessage]]]) -> None:
-        """Hold messages.
+        """Hold the messages of one call.
 
         Args:
-            transfers: each with the messages that it receives.
+            group: the group that they pass in.
+            transfers: pairs of messages in flight and those of them that this rank receives (empty for sends).
         """
         self._group, self._transfers = group, transfers
 
@@ -129,7 +135,11 @@ class CheckedPending:
 
 
 def checksum(message: Tensor, number: int) -> Tensor:
-    """Return the checksum of a message's bits and its number, int64 [1], on its device."""
+    """Return the checksum of a message's bits and of its number, int64 [1], on the message's device.
+
+    Args:
+        number: counts the messages from one rank to another, so that none is taken for another.
+    """
     bits = message.view(-1).view(torch.uint8)
     whole = len(bits) // 8 * 8  # the remaining bytes are summed one by one, which takes eight times the memory
     piece = PIECE["cpu" if message.device.type == "cpu" else "other"]

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Killer(NamedTuple):
-    """A setting that keeps messages from overlapping with computing."""
+    """A setting in the environment that keeps messages from overlapping with computing."""
 
     setting: str  # as in the environment, "NAME=value"
     harm: str  # what it does
@@ -48,8 +48,13 @@ class Killer(NamedTuple):
 
 
 def overlap_killers(environment: Mapping[str, str], library: str, device: str) -> list[Killer]:
-    """Return the variables in the environment that make messages of `library` block on a device ("cpu", "xpu",
-    "cuda")."""
+    """Return the settings in the environment that make a library's messages block, so that none overlap with computing.
+
+    Args:
+        environment: the variables by name.
+        library: the library that carries messages, such as "xccl", "ccl", "nccl" or "gloo".
+        device: "cpu", "xpu" or "cuda".
+    """
 
     switches = [
         ("CCL_OP_SYNC", library in ONECCL, "makes every oneCCL call wait for its end"),
@@ -75,8 +80,8 @@ THROUGH_HOST = ("host", "mpi-rma")  # transports that copy a device's tensors to
 class _Meeting(NamedTuple):
     """The result of the ranks' first contact: what a rank needs to connect to the watch, which notices lost ranks."""
 
-    rank: int
-    size: int
+    rank: int  # number of this rank
+    size: int  # number of ranks
     address: tuple[str, int]  # host and port of the watch, which is on rank 0
     key: str  # the run's secret, by which the watch knows its ranks
     listener: socket.socket | None  # listening socket of the watch, on rank 0
@@ -86,10 +91,10 @@ class _Meeting(NamedTuple):
 
 
 def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.device, str]:
-    """Return a rank's device and transport, from the settings of these names.
+    """Return a rank's device, and the name of its transport, from the settings `device` and `transport`.
 
-    Forked ranks see the same devices. If they outnumber these, "auto" becomes "host". A launcher's ranks may each see
-    devices of their own.
+    Forked ranks see the same devices. If they outnumber these, they share them, and transport "auto" becomes "host". A
+    launcher's ranks may each see devices of their own.
     """
     in_turns = transport in THROUGH_HOST or (transport == "auto" and launch.kind == "forked")
     found = rank_device(device, launch.local_rank, in_turns)
@@ -108,14 +113,18 @@ def connect(
     on_loss: Sequence[OnLoss] = (),
     check_messages: bool = False,
 ) -> Transport:
-    """Connect this rank to the others and return its transport, with a watch over its peers.
+    """Connect this rank to the others and return its transport, with a watch over lost ranks.
 
     Raise UserError if transport, launch and ranks' settings do not fit, and PeerLost if a rank does not start in time.
 
     Args:
-        name: of `Config.transport`; see `_library`.
-        settings: must be the same on every rank.
-        on_loss: see `Health.when_lost`; also called for a loss during the start.
+        launch: the start of this process.
+        name: the setting `transport`: "auto", "host" or a library's name, see `_library`.
+        device: of the tensors in messages.
+        settings: values by name, which must be the same on every rank.
+        limits: longest times that the watch allows.
+        on_loss: functions that are called with the error if a rank is lost; also for a loss during the start.
+        check_messages: True to send a checksum with every message.
     """
     if launch.kind == "alone" and not dist.is_initialized():
         from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
@@ -164,9 +173,13 @@ def connect(
 def _transport(
     launch: Launch, name: str, carried: torch.device, health: Health, owns: bool, gloo: bool = False
 ) -> LaneOwner:
-    """Return the transport of messages on the device `carried`.
+    """Make the transport for messages on the device `carried`.
 
     Args:
+        launch: the start of this process.
+        name: the library: "mpi", "mpi-rma" or a backend of torch.distributed, which has been initialised.
+        health: the watch over lost ranks.
+        owns: True if this run started torch.distributed's default process group.
         gloo: True to use gloo's groups, whatever the default group's are.
     """
     if name == "mpi":
@@ -187,10 +200,13 @@ def _transport(
 
 
 def _library(launch: Launch, name: str, carried: torch.device) -> str:
-    """Return the library that carries messages, by the setting `transport`. Raise UserError if it does not fit the
-    launch.
+    """Return the name of the library that carries messages. Raise UserError if it does not fit the launch.
 
     "auto" is MPI under an MPI launcher on CPU, else the backend of the device. "host" is what "auto" is on a CPU.
+
+    Args:
+        name: the setting `transport`.
+        carried: device of the tensors in messages.
     """
     from cocodiff.comm.torch_dist import device_backend
 
@@ -206,7 +222,8 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
 
 
 def _tell_of_blocking(transport: LaneOwner) -> None:
-    """Warn, on rank 0, of drawbacks of one-sided messages, and of settings that keep messages from overlapping."""
+    """Warn, on rank 0, of a transport's drawbacks, and of settings in the environment that keep messages from
+    overlapping with computing."""
     if transport.drawback and not transport.rank:
         log.warning("transport mpi-rma: %s", transport.drawback)
     killers = overlap_killers(os.environ, transport.library, transport.device.type)
@@ -219,7 +236,10 @@ def _tell_of_blocking(transport: LaneOwner) -> None:
 
 
 def _meet(launch: Launch, limits: Limits) -> _Meeting:
-    """Make the watch's address known to all ranks, by the means that their launcher provides."""
+    """Make the address of the watch over lost ranks, which is on rank 0, known to all ranks.
+
+    The means are those that the ranks' launcher provides. Return what each rank needs to connect to it.
+    """
     if launch.meeting is not None:
         assert launch.rank is not None and launch.size is not None
         there = launch.meeting
@@ -236,7 +256,10 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _settle(future: Future[T], job: Callable[[], T]) -> None:
-    """Run a job and put its result or error into a future."""
+    """Run a job and put its result or its error into a future.
+
+    It runs on a thread of its own, so that others may stop waiting for it.
+    """
     try:
         future.set_result(job())
     except BaseException as error:
@@ -244,16 +267,18 @@ def _settle(future: Future[T], job: Callable[[], T]) -> None:
 
 
 def _store_address() -> str:
-    """Return the address of the launcher's store as part of an error message; "" if the caller's own store is used."""
+    """Return the address of the launcher's store, for error messages, as " at HOST:PORT"; "" if the caller's own store
+    is used."""
     return "" if dist.is_initialized() else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
-    """Exchange the watch's address over torch.distributed's store.
+    """Exchange the address of the watch over lost ranks by way of torch.distributed's store. Return what to connect
+    with.
 
-    All ranks call this the same number of times, so each run has a part of the store of its own. Raise PeerLost if the
-    store, which is in the process of rank 0 or of its launcher, does not answer in time, or the address is not set in
-    time.
+    The watch is on rank 0. All ranks call this the same number of times, so each run has a part of the store of its
+    own. Raise PeerLost if the store, which is in the process of rank 0 or of its launcher, does not answer in time, or
+    the address is not set in time.
     """
     store: Any
     began, at = time.monotonic(), _store_address()
@@ -278,7 +303,10 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
-    """Exchange the watch's address over MPI. torch.distributed's store is made later."""
+    """Exchange the address of the watch over lost ranks, which is on rank 0, by MPI. Return what to connect with.
+
+    A store of torch.distributed is made later.
+    """
     from cocodiff.comm.mpi_start import broadcast_over_mpi, check_told_size, initialised_mpi
     from cocodiff.comm.presence import Presence, limited_start
 
@@ -297,33 +325,61 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
 
 
 def _on_one_host(launch: Launch, size: int) -> bool:
-    """Return True if the launcher shows that all ranks are on one host: by their number, or by a loopback address."""
+    """Return True if the launcher shows that all ranks are on one host: by their number, or by a loopback address.
+
+    Args:
+        launch: the start of this process, with the number of ranks on its node.
+        size: number of all ranks.
+    """
     return launch.local_size == size or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
 
 def _reachable_host(one_host: bool) -> str:
-    """Return the host at which rank 0 can be reached.
+    """Return the name or address by which other ranks can reach rank 0's host.
 
     The launcher's address has precedence: ranks of one host may be in separate network namespaces, which share no
     loopback.
+
+    Args:
+        one_host: True if all ranks are on one host.
     """
     return os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
 
 
 def _listen(one_host: bool, size: int) -> socket.socket:
-    """Open rank 0's listening socket, on the one interface that the others reach it by, if its name determines that."""
+    """Open rank 0's listening socket for the watch over lost ranks, at a free port.
+
+    It is on one network interface if the host's name determines that.
+
+    Args:
+        one_host: True if all ranks are on this host.
+        size: number of ranks.
+    """
     return listening_socket(_reachable_host(one_host), 0, one_host, size)
 
 
 def _invitation(listener: socket.socket, one_host: bool) -> str:
-    """Return rank 0's message to the others: host and port of the watch, and the run's secret."""
+    """Return rank 0's message to the other ranks as JSON: host and port of the watch over lost ranks, and a new secret.
+
+    Those who connect to the watch show the secret.
+
+    Args:
+        listener: the watch's listening socket.
+        one_host: True if all ranks are on this host.
+    """
     interface, port, *_ = listener.getsockname()
     host = _reachable_host(one_host) if interface in EVERY_INTERFACE else interface
     return json.dumps([host, port, secrets.token_hex(16)])
 
 
 def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, store: Any) -> _Meeting:
-    """Return the meeting that rank 0's message describes."""
+    """Return what this rank needs to connect to the watch over lost ranks, from rank 0's message.
+
+    Args:
+        word: the message, as `_invitation` makes it.
+        listener: listening socket of the watch, on rank 0.
+        store: torch.distributed's store, if there is one already.
+    """
     host, port, key = json.loads(word)
     own = "127.0.0.1" if host == socket.gethostname() else host
     interface = "" if listener is None else listener.getsockname()[0]
@@ -331,16 +387,18 @@ def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, s
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if an address is of the loopback interface."""
+    """Return True if a host's name or address is that of the loopback interface, which reaches this host alone."""
     return address.startswith("127.") or address in ("localhost", "::1")
 
 
 def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket.socket:
-    """Listen on the interface that `host` names, or on all if that cannot be determined.
+    """Open a listening socket on the network interface that `host` names, or on all if that cannot be determined.
 
     A loopback address is taken only with `one_host`: else other hosts may know this one by another address.
 
     Args:
+        host: name or address of this host.
+        port: the port; 0 for a free one.
         one_host: True if all ranks are on this host.
         ranks: their number, for the backlog.
     """
@@ -360,7 +418,18 @@ def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket
 def hosted_store(
     host: str, port: int, size: int, limit: timedelta, listener: socket.socket, multi_tenant: bool = False
 ) -> Any:
-    """Open a store in this process on a given listening socket. A socket of its own would be open on all interfaces."""
+    """Open a store of torch.distributed in this process, on a given listening socket.
+
+    The store's own socket would be open on all interfaces.
+
+    Args:
+        host: name or address of this host.
+        port: the socket's port.
+        size: number of ranks.
+        limit: longest time that its calls wait.
+        listener: the socket; it belongs to the store from now on.
+        multi_tenant: True if stores of this process at the same port share one server.
+    """
     fd = listener.detach()
     return dist.TCPStore(host, port, size, True, limit, False, multi_tenant=multi_tenant, master_listen_fd=fd)
 
@@ -369,13 +438,17 @@ def hosted_store(
 def launcher_store(
     host: str, port: int, rank: int, size: int, hosted: bool, attempt: str, start_s: float, one_host: bool
 ) -> Any:
-    """Return the store of torchrun, or the one at MASTER_ADDR and MASTER_PORT.
+    """Return the store of torch.distributed through which ranks of a launcher meet: torchrun's, or rank 0's at a given
+    port.
 
     It is kept as long as the process, so a later run of the same ranks uses the same one.
 
     Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
         hosted: True if the launcher has the store, so that rank 0 connects to it too; else rank 0 opens it.
         attempt: number of the launcher's restart.
+        start_s: longest time that its calls wait, in seconds.
         one_host: True if all ranks are on one host.
     """
     limit = timedelta(seconds=start_s)
@@ -387,10 +460,15 @@ def launcher_store(
 
 
 def _own_store(host: str, port: int, size: int, limit: timedelta, one_host: bool) -> Any:
-    """Return rank 0's store at the port that the others know. If this process has another store there, that one is
+    """Open rank 0's store at the port that the other ranks know. If this process has another store there, that one is
     used.
 
     Raise UserError if another program has the port.
+
+    Args:
+        size: number of ranks.
+        limit: longest time that its calls wait.
+        one_host: True if all ranks are on this host.
     """
     try:
         listener = listening_socket(host, port, one_host, size)
@@ -406,7 +484,13 @@ def _own_store(host: str, port: int, size: int, limit: timedelta, one_host: bool
 def environment_store(
     rank: int, size: int, start_s: float, one_host: bool, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """Return `launcher_store` for the environment. Raise UserError if that has no address."""
+    """Return the store of torch.distributed whose address is in the environment. Raise UserError if none is.
+
+    Args:
+        start_s: longest time that its calls wait, in seconds.
+        one_host: True if all ranks are on one host.
+        environment: the variables; by default those of this process.
+    """
     env = os.environ if environment is None else environment
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
@@ -420,7 +504,14 @@ def environment_store(
 
 
 def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: Limits) -> None:
-    """Start torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 opens one."""
+    """Start torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 opens one.
+
+    Args:
+        meeting: what this rank has learnt in the ranks' first contact.
+        backend: the library that carries messages.
+        device: of the tensors in messages.
+        limits: longest times of the start.
+    """
     from cocodiff.comm.torch_dist import NEVER, initialise
 
     store = _store_over_mpi(meeting, limits) if meeting.store is None else meeting.store
@@ -429,7 +520,8 @@ def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: L
 
 
 def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
-    """Open a store on rank 0 at a free port, tell the others by MPI, and return each rank's store."""
+    """Open a store of torch.distributed on rank 0 at a free port, and tell the other ranks by MPI. Return this rank's
+    connection to it."""
     from cocodiff.comm.mpi_start import broadcast_over_mpi, initialised_mpi
 
     limit, port = timedelta(seconds=limits.start_s), None
@@ -443,7 +535,13 @@ def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
 
 
 def _finish_mpi(health: Health, limit_s: float) -> None:
-    """Finish MPI at the end of the process. Neither this rank nor others wait for ever in MPI_Finalize."""
+    """Finish MPI at the end of the process, so that neither this rank nor others wait for ever in MPI_Finalize.
+
+    If the run has failed, the process ends with exit code 1 instead.
+
+    Args:
+        limit_s: longest time for MPI_Finalize; then the process ends without it.
+    """
     from mpi4py import MPI
 
     if not MPI.Is_initialized() or MPI.Is_finalized():

@@ -20,13 +20,15 @@ MakeGroup = Callable[[Ranks], Group]
 
 
 def group_ranks(topology: Topology, rank: int, lane: str, names: Collection[str], nic_balance: bool) -> Ranks:
-    """Return the ranks, ascending, of the group that carries this rank's messages of a link group.
+    """Return the ranks, ascending, of the group (communicator) that carries this rank's messages over one kind of link.
 
-    These are all ranks that messages join to it, directly or by way of others.
+    A rank belongs to it if some exchange has messages between it and this rank over such links, directly or by way of
+    other ranks.
 
     Args:
-        lane: the link group, "sibling" or "plane".
-        names: the exchanges that the group is for.
+        lane: the kind of link, "sibling" (tiles of a card) or "plane".
+        names: the exchanges that use the group: "flat", "tapa" or "split".
+        nic_balance: True if "split" spreads blocks for other nodes over the network cards.
     """
     joined, waiting = {rank}, [rank]
     while waiting and len(joined) < topology.size:
@@ -38,8 +40,10 @@ def group_ranks(topology: Topology, rank: int, lane: str, names: Collection[str]
 
 
 def nodes_to_tell_apart(transport: LaneOwner) -> Sequence[Any]:
-    """Return `LaneOwner.node_of`: each rank's host name if the library needs groups by node, else (). All ranks call
-    this."""
+    """Return each rank's host name if the library needs groups by node, else (). All ranks call this.
+
+    The result becomes `LaneOwner.node_of`.
+    """
     return transport.values_of_all(socket.gethostname(), "the names of nodes") if transport.library in STAGED else ()
 
 
@@ -47,10 +51,11 @@ def group_by_node(make: MakeGroup, ranks: Ranks, rank: int, node_of: Sequence[An
     """Make a group whose messages within a node do not pass through the host's memory. All ranks call this together.
 
     Args:
-        make: makes a group of the library.
+        make: makes a group of the library from its ranks.
+        ranks: the members.
         rank: this rank.
-        node_of: see `LaneOwner`.
-        whole: an existing group of the library with all these ranks.
+        node_of: the node of each rank.
+        whole: an existing group of the library with all these ranks, to use instead of a new one.
     """
     here = tuple(other for other in ranks if node_of[other] == node_of[rank])
     near = make(here)  # every rank makes two groups, if only of itself: see `Transport.group`
@@ -59,7 +64,7 @@ def group_by_node(make: MakeGroup, ranks: Ranks, rank: int, node_of: Sequence[An
 
 
 class GroupByNode(Group):
-    """A group with ranks of several nodes.
+    """A group with ranks of several nodes whose messages within a node need not pass through the host's memory.
 
     In each call, messages between ranks of one node are posted first, in a group of that node's ranks. The others
     follow in a group of all ranks.
@@ -81,7 +86,13 @@ class GroupByNode(Group):
         return self._apart(self._near.collective, self._whole.collective, sends, recvs)
 
     def _apart(self, near: Callable[..., Pending], far: Callable[..., Pending], *lists: Messages) -> Pending:
-        """Post messages within the node and then the others."""
+        """Post the messages within the node and then the others. Return both to wait for.
+
+        Args:
+            near: posts sends and receives in the group of this node's ranks.
+            far: posts sends and receives in the group of all ranks.
+            lists: the sends and the receives.
+        """
         on_node = near(*([(x, self._at[peer]) for x, peer in some if peer in self._at] for some in lists))
         return Both(on_node, far(*([(x, p) for x, p in some if p not in self._at] for some in lists)))
 
@@ -90,7 +101,8 @@ class GroupByNode(Group):
 
 
 class Both(NamedTuple):
-    """A pair of transfers in flight."""
+    """Two sets of messages in flight that are waited for as one, such as those within a node and those between
+    nodes."""
 
     first: Pending
     second: Pending

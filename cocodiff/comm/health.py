@@ -45,23 +45,26 @@ CALL = ContextVar("CALL", default="the start")  # the call that a thread works f
 
 
 def call_tag(bits: int) -> int:
-    """Return a number of `bits` bits for the current call's name. Messages carry it, so that no other call receives
-    them."""
+    """Return a number of `bits` bits made from the name of the current call. Messages carry it as their tag, so that no
+    other call receives them."""
     return crc32(CALL.get().encode()) >> (32 - bits)
 
 
 class Health:
-    """The state of a run's ranks. This base class is for runs of one rank, which has no peers; see `Watch`."""
+    """The watch over a run's ranks, as their code uses it. This base class is for runs of one rank, which has no peers.
+
+    `Watch` is the one for several ranks.
+    """
 
     def check(self) -> None:
-        """Raise PeerLost if a rank died, failed or fell silent."""
+        """Raise the error by which the run has failed: PeerLost if a rank died, failed or fell silent."""
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         """Report that this thread begins a call that all ranks make, or all of `among`.
 
         They make such calls in the same order and by the same names. A rank that others wait for in a call, and that
-        never makes it, is reported as lost in the end. Raise PeerLost if this rank has been told of a loss before: code
-        that caught the error does not continue.
+        never makes it, is reported as lost in the end. Raise PeerLost if this rank's code has got the error of a lost
+        rank before: it must not continue.
 
         Args:
             at: name of the call.
@@ -70,21 +73,27 @@ class Health:
         CALL.set(at)
 
     def still_waiting(self) -> None:
-        """Report that this thread waits for other ranks; called repeatedly meanwhile. Raise PeerLost if a rank was
-        lost."""
+        """Report that this thread waits for other ranks. It is called several times a second during a wait.
+
+        Raise PeerLost if a rank was lost.
+        """
 
     def awaits(self, ranks: tuple[int, ...]) -> None:
-        """Report the ranks whose messages this thread waits for, by numbers in the whole run. An error names them if
-        none arrives."""
+        """Report the ranks whose messages this thread waits for. If none arrives, the error names them.
+
+        Args:
+            ranks: numbers in the whole run; () if the wait is over.
+        """
 
     def blame(self, error: BaseException) -> BaseException:
-        """Return the PeerLost behind a transport's error, if there is one soon; else the error itself."""
+        """Return the PeerLost that caused a communication library's error, if the watch finds one within seconds; else
+        the error itself."""
         return error
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Replace errors of a library inside the `with` block by the PeerLost behind them, if the watch soon finds
-        one."""
+        """Replace errors of a communication library in the `with` block by the PeerLost that caused them, if the watch
+        finds one within seconds."""
         try:
             yield
         except (PeerLost, UserError):
@@ -96,9 +105,10 @@ class Health:
             raise blamed from error
 
     def fail(self, reason: str, mistake: bool = False) -> None:
-        """Tell all peers that this rank leaves with an error.
+        """Tell all peers that this rank leaves with an error. They raise it too.
 
         Args:
+            reason: the error's text.
             mistake: True if the error is the user's mistake, which ends every rank with the same UserError.
         """
 
@@ -120,7 +130,7 @@ class Health:
         """
 
     def close(self) -> None:
-        """Leave without an error, after the peers' last messages."""
+        """Leave the run without an error, after the peers' last messages."""
 
 
 def end_process(last_words: str) -> None:
@@ -130,10 +140,10 @@ def end_process(last_words: str) -> None:
 
 
 class Line:
-    """A connection for JSON messages, one a line."""
+    """A connection between two ranks for JSON messages, one on each line of text."""
 
     def __init__(self, connection: socket.socket, rank: int | None = None) -> None:
-        """Prepare a socket.
+        """Prepare a connected socket.
 
         Args:
             rank: the rank at the other end; None until it has identified itself.
@@ -145,7 +155,7 @@ class Line:
         self._lock = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Send one message."""
+        """Send one message, whose entries are the arguments."""
         with self._lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -171,7 +181,8 @@ class Line:
 
 
 class Watch(Health):
-    """The part of one rank in the watch. On rank 0 it also connects all others."""
+    """The watch over lost ranks in a run of several, on one of them. All ranks are connected to rank 0, which passes on
+    what it learns."""
 
     def __init__(
         self,
@@ -225,7 +236,7 @@ class Watch(Health):
 
     def check(self) -> None:
         if self._peers.lost is not None:
-            with self._changed:  # by then the others have been told
+            with self._changed:  # by then the others know it
                 self._peers.raised = True
             raise self._peers.lost
 
@@ -279,7 +290,7 @@ class Watch(Health):
             self._changed.wait_for(lambda: self._ended or self._peers.all_left, timeout=LEAVE_S)
 
     def close(self) -> None:
-        """Leave without an error.
+        """Leave the run without an error.
 
         Rank 0 stays until all others have left, so that a failure at the end still reaches them, and the watch finds
         ranks that never leave.
@@ -298,7 +309,15 @@ class Watch(Health):
     # Start-up -------------------------------------------------------------------------------------------------------
 
     def _join(self, address: tuple[str, int], settings: dict[str, str]) -> Line:
-        """Connect this rank to rank 0, which may not be listening yet."""
+        """Connect this rank to rank 0, which may not be listening yet, and send it this rank's settings. Return the
+        connection.
+
+        Raise PeerLost if rank 0 does not answer in time.
+
+        Args:
+            address: host and port of rank 0's watch.
+            settings: values by name, for the comparison with the other ranks'.
+        """
         deadline, error = time.monotonic() + self._peers.limits.start_s, ""
         refused_until = deadline
         while time.monotonic() < min(deadline, refused_until):
@@ -321,13 +340,13 @@ class Watch(Health):
         raise PeerLost(0, f"does not answer at {address[0]}:{address[1]}{error}")
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept a connection, whose rank is not known yet."""
+        """Accept a connection, on rank 0, and listen to it. The rank at its other end is not known yet."""
         with suppress(OSError):  # it closed before it was accepted
             line = Line(listener.accept()[0])
             self._selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _admit(self, line: Line, messages: list[Message]) -> list[Message] | None:
-        """Identify a connection by its first message. Return the messages after it.
+        """Identify a connection by its first message, on rank 0. Return the messages after it.
 
         Return None if it is not from a missing rank that knows the run's secret.
         """
@@ -346,11 +365,11 @@ class Watch(Health):
         return more
 
     def _turn_away_strangers(self, everybody: bool) -> None:
-        """Close connections that did not identify themselves in time, and the oldest ones of too many. Ranks do so at
-        once.
+        """Close connections that did not identify themselves in time, and the oldest if there are too many. Ranks
+        identify themselves at once.
 
         Args:
-            everybody: True to close all that have not.
+            everybody: True to close all that have not identified themselves.
         """
         now, lines = time.monotonic(), [key.data for key in self._selector.get_map().values()]
         undecided = [line for line in lines if line is not None and line.rank is None]
@@ -360,22 +379,27 @@ class Watch(Health):
                 self._turn_away(line)
 
     def _turn_away(self, line: Line) -> None:
-        """Close a connection."""
+        """Close a connection and listen to it no longer."""
         self._selector.unregister(line.socket)
         line.socket.close()
 
     # Running --------------------------------------------------------------------------------------------------------
 
     def _tell(self, messages: list[Message]) -> None:
-        """Send messages to all ranks that this one has a line to."""
+        """Send messages to all ranks that this one is connected to."""
         for message in messages:
             for line in list(self._lines.values()):
                 with suppress(OSError):  # the listening thread notices closed connections
                     line.send(**message)
 
     def _update(self, change: Callable[..., list[Message]], *arguments: object) -> None:
-        """Change what is known of the peers, and report the consequences to other ranks, waiting threads and
-        `when_lost`."""
+        """Change what is known of the other ranks, and report the consequences to them, to waiting threads and to the
+        functions of `when_lost`.
+
+        Args:
+            change: a method of `Peers`, which returns the messages to send.
+            arguments: its arguments.
+        """
         with self._changed:
             heeded = self._peers.lost is None and not self._peers.raised
             self._tell(change(*arguments))
@@ -385,7 +409,8 @@ class Watch(Health):
                 action(self._peers.lost)
 
     def _listen(self) -> None:
-        """Run the thread of the watch: receive messages, accept connections, and look at the clock."""
+        """Run the thread of the watch until the run ends: receive messages, accept connections, and look at the
+        clock."""
         until = time.monotonic() + self._peers.limits.start_s
         with self._selector:
             while not self._ended:
@@ -410,7 +435,11 @@ class Watch(Health):
                     return
 
     def _hear(self, line: Line, now: float) -> None:
-        """Receive and handle the messages of one connection."""
+        """Receive and handle the messages of one connection, or its end.
+
+        Args:
+            now: the time of this round, by `OwnProgress.now`.
+        """
         messages = line.receive()
         if messages and line.rank is None:
             messages = self._admit(line, messages)

@@ -24,7 +24,7 @@ THROUGH_HOST = "host memory"  # name of the carrier, for messages to the user
 
 
 def host_memory(size: int, device: torch.device) -> Tensor:
-    """Return memory for bytes to and from a device, uint8 [size], on the CPU regardless of the default device.
+    """Allocate host memory for copies to or from a device: uint8 [size], on the CPU regardless of the default device.
 
     For an accelerator it is pinned. torch reuses it once all copies from and to it are done.
     """
@@ -32,13 +32,14 @@ def host_memory(size: int, device: torch.device) -> Tensor:
 
 
 class Staged:
-    """The tensors of one call in a common buffer in host memory."""
+    """The tensors of one call on a device, and room for copies of them in a common buffer in host memory."""
 
     def __init__(self, messages: Messages, device: torch.device) -> None:
         """Allocate the buffer.
 
         Args:
             messages: tensors on the device, with their peers.
+            device: the device.
         """
         starts = [0]
         for tensor, _ in messages:
@@ -49,17 +50,17 @@ class Staged:
         self.on_host = [(buffer[start : start + tensor.nbytes], peer) for start, (tensor, peer) in placed]
 
     def to_host(self) -> None:
-        """Start copying all tensors to the buffer."""
+        """Start copying all tensors from the device to the buffer."""
         for tensor, (host, _) in zip(self.tensors, self.on_host, strict=True):
             host.copy_(_bits(tensor), non_blocking=True)
 
     def to_device(self, number: int) -> None:
-        """Start copying tensor `number` from the buffer, on the current stream."""
+        """Start copying tensor `number` from the buffer to its place on the device, on the current stream."""
         _bits(used_on_current_stream(self.tensors[number])).copy_(self.on_host[number][0], non_blocking=True)
 
 
 class HostPending:
-    """The messages of one call in flight.
+    """The messages of one call in flight, for tensors of a device whose messages pass through host memory.
 
     The first `wait` blocks its thread until they have arrived and copies them on its stream. Every `wait` makes its
     stream wait for these copies.
@@ -71,8 +72,9 @@ class HostPending:
         """Hold messages.
 
         Args:
-            sent: tensors in host memory and the transfer of all; None if nothing is sent.
-            received: tensors in host memory and one transfer for each; None if nothing is received.
+            sent: the sent tensors' copies in host memory, and the messages in flight; None if nothing is sent.
+            received: the memory to receive into, and the messages in flight, one for each tensor; None if nothing is
+                received.
         """
         self._device, self._sent, self._received = device, sent, received
         self._on_device = received[0].tensors if received is not None else []
@@ -103,7 +105,7 @@ class HostPending:
 
 
 class HostGroup(Group):
-    """A group of device tensors over a group of the CPU.
+    """A group for tensors of a device over a group for CPU tensors: messages pass through host memory.
 
     A call takes all messages of a phase together, so that one launch packs them and the host waits once.
     """
@@ -138,7 +140,8 @@ class HostTransport(LaneOwner):
         """Wrap a transport.
 
         Args:
-            carrier: gloo's or MPI's; closed with this one.
+            carrier: gloo's or MPI's transport for CPU tensors; closed with this one.
+            device: of the tensors.
         """
         super().__init__(device, carrier.health)
         self.rank, self.size, self.library = carrier.rank, carrier.size, f"{THROUGH_HOST} over {carrier.library}"
@@ -150,5 +153,5 @@ class HostTransport(LaneOwner):
 
 
 def _bits(tensor: Tensor) -> Any:
-    """Return a tensor's memory as bytes."""
+    """Return a tensor's memory as bytes, uint8 [n], without a copy."""
     return tensor.view(-1).view(torch.uint8)

@@ -43,7 +43,7 @@ EMULATED = "COCODIFF_EMULATED"  # variable that describes an emulated machine to
 
 @dataclass(frozen=True)
 class Meeting:
-    """The means by which ranks that we forked find each other."""
+    """The means by which ranks that this program has forked find each other."""
 
     store_file: str  # file of torch.distributed's store
     port: int  # of the watch
@@ -53,7 +53,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Launch:
-    """The start of this process as its launcher tells it."""
+    """The start of this process as its launcher's environment describes it."""
 
     kind: str = "alone"  # "alone", "forked", "torchrun" (srun's too) or "mpi"
     rank: int | None = 0  # in the whole run; None if an MPI launcher does not set it
@@ -65,14 +65,17 @@ class Launch:
 
     @property
     def speaks(self) -> bool:
-        """True if this process may write to the terminal."""
+        """True if this process may write to the terminal: on rank 0, and if the rank is unknown."""
         return not self.rank
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Launch:
-    """Return the launch that the environment shows: torchrun, MPI's, srun or none.
+    """Return the launch that environment variables show: torchrun's, MPI's, srun's or none.
 
-    Raise UserError if it has no valid rank.
+    Raise UserError if they have no valid rank.
+
+    Args:
+        environment: the variables; by default those of this process.
     """
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
@@ -106,8 +109,12 @@ def _without_size(env: Mapping[str, str], rank: int) -> Launch:
     """Return the launch of a rank whose MPI launcher does not set the number of ranks.
 
     The size is that of COCODIFF_RANKS. Without it, under PALS, it is guessed as this node's ranks times the job's
-    nodes. It is None if neither is known, or if this rank's number is not below it and so shows that it is wrong.
-    Ranks with lower numbers cannot tell that; all ranks compare their sizes when they meet.
+    nodes. It is None if neither is known, or if this rank's number is not below it and so shows that it is wrong. Ranks
+    with lower numbers cannot tell that; all ranks compare their sizes when they meet.
+
+    Args:
+        env: the environment variables.
+        rank: this rank.
     """
     size, local_size, guessed = _number(env, (RANKS,)), _number(env, LOCAL_SIZE), False
     if size is None and "PALS_LOCAL_SIZE" in env and local_size:
@@ -118,13 +125,19 @@ def _without_size(env: Mapping[str, str], rank: int) -> Launch:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a process that is not a rank of the launcher that started this one."""
+    """Return the environment variables without those by which a process recognises that it is a launcher's rank.
+
+    They are for a child process that is not a rank of the launcher that started this one.
+    """
     return {name: value for name, value in environment.items() if not OF_LAUNCHERS.match(name)}
 
 
 def emulated() -> dict[str, Any]:
-    """Return an emulation's "machine", "nodes" and "scale" on its ranks; else an empty dict. Raise UserError if it is
-    invalid."""
+    """Return the description of the emulated machine that this rank runs on: "machine", "nodes" and "scale". Return {}
+    on a real one.
+
+    Raise UserError if the variable that describes it, COCODIFF_EMULATED, is invalid.
+    """
     try:
         return dict(json.loads(os.environ.get(EMULATED) or "{}"))
     except (ValueError, TypeError) as error:
@@ -133,7 +146,7 @@ def emulated() -> dict[str, Any]:
 
 
 def python_words(code: str) -> list[str]:
-    """Return the command that runs a line of Python.
+    """Return the words of a command that runs a line of Python in a new process.
 
     `python -m` would import files of the working folder, such as a random.py, instead of the library's.
     """
@@ -141,14 +154,15 @@ def python_words(code: str) -> list[str]:
 
 
 def find_mpiexec() -> str | None:
-    """Return the mpiexec of the MPI that mpi4py loads: this environment's own, else the system's; None if there is
-    none."""
+    """Return the path of the mpiexec of the MPI that mpi4py loads: this environment's own, else the system's; None if
+    there is none."""
     own = Path(sys.prefix) / "bin" / "mpiexec"
     return str(own) if own.exists() else system_mpiexec()
 
 
 def system_mpiexec() -> str | None:
-    """Return the first mpiexec on PATH that is not in this or another Python environment; None if there is none.
+    """Return the path of the first mpiexec on PATH that is not in this or another Python environment; None if there is
+    none.
 
     Another activated environment, also conda's, may have its own, but mpi4py does not look there for a library. It does
     in the environment of our base Python.
@@ -169,8 +183,13 @@ def system_mpiexec() -> str | None:
 
 
 def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """Return the number in the first of some variables that is set; None if none is. Raise UserError if it is not a
-    number."""
+    """Return the number in the first of some environment variables that is set; None if none is. Raise UserError if it
+    is not a number.
+
+    Args:
+        env: the environment variables.
+        names: the variables to look at, in this order.
+    """
     name = next((name for name in names if env.get(name)), None)
     if name is None:
         return None

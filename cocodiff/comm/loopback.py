@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 
 class LoopbackWorld:
-    """The mailboxes that the ranks of one process share, and the first failure among them."""
+    """The common state of ranks that are threads of one process: mailboxes for their messages, and the first failure of
+    one."""
 
     def __init__(self, size: int, timeout_s: float = 120.0) -> None:
         self.size = size
@@ -36,12 +37,13 @@ class LoopbackWorld:
         self.progress = [OwnProgress(time.monotonic, time.monotonic()) for _ in range(size)]
 
     def mailbox(self, *key: Any) -> queue.SimpleQueue[Any]:
-        """Return the mailbox of a key, which is made at its first use."""
+        """Return the queue of messages for a key: communication context, sender and receiver. It is made at its first
+        use."""
         with self._lock:
             return self._mailboxes[key]
 
     def fail(self, failure: PeerLost | UserError | None) -> None:
-        """Record a failure, if it is the first."""
+        """Record a failure, which every rank will raise, if it is the first. None is not recorded."""
         with self._lock:
             self.failure = self.failure or failure
 
@@ -51,7 +53,10 @@ class LoopbackWorld:
             raise self.failure
 
     def take(self, mailbox: queue.SimpleQueue[Any], peer: int) -> Any:
-        """Return the next message. Raise PeerLost if a rank failed, or if `peer` sent nothing for `timeout_s`."""
+        """Return the next message of a mailbox: the name of the call that sent it, and the tensor.
+
+        Raise PeerLost if a rank failed, or if `peer`, the sender, sent nothing for `timeout_s`.
+        """
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
@@ -65,7 +70,7 @@ class LoopbackWorld:
 class _Inbox:
     """The receives of one rank from one peer, in the order in which they were posted.
 
-    Messages are matched in that order, regardless of which receive is waited for first. Several lanes may wait at the
+    Messages are matched in that order, regardless of which receive is waited for first. Several threads may wait at the
     same time: one of them takes messages for all.
     """
 
@@ -78,7 +83,7 @@ class _Inbox:
         self._taken_by_another = False
 
     def post(self, tensor: Tensor) -> int:
-        """Post a receive and return its number."""
+        """Post a receive into `tensor`. Return its number, for `wait`."""
         self._posted.append((CALL.get(), tensor))
         return next(self._numbers)
 
@@ -92,7 +97,10 @@ class _Inbox:
                     self._deliver()
 
     def _deliver(self) -> None:
-        """Take the next message and copy it to its receive. Other threads may look at what has arrived meanwhile."""
+        """Take the next message of the peer and copy it into the tensor of the oldest receive without one.
+
+        Raise PeerLost if the two belong to different calls. Other threads may look at what has arrived meanwhile.
+        """
         self._taken_by_another = True
         self._changed.release()
         try:
@@ -113,7 +121,7 @@ class _Inbox:
 
 
 class _Receipts:
-    """The receives of one call."""
+    """The receives of one group call, to wait for: each as the inbox of its sender and its number there."""
 
     def __init__(self, receipts: list[tuple[_Inbox, int]]) -> None:
         self._receipts = receipts
@@ -145,7 +153,8 @@ class LoopbackGroup(Group):
 
 
 class LoopbackHealth(Health):
-    """The health of one rank of a world. A failure of the world is every rank's.
+    """The watch over lost ranks, for one of the ranks that are threads of a `LoopbackWorld`. A failure of the world is
+    every rank's.
 
     Waits for a mailbox check for it, and `run_ranks` raises it.
     """
@@ -195,9 +204,14 @@ class LoopbackTransport(LaneOwner):
 
 
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:
-    """Run `work(transport)` on a thread for each rank and return the results in rank order.
+    """Run `work(transport)` on a thread for each rank and return the results in rank order. Tests and trials use it.
 
     If a rank fails, raise the exception of the first one, with the rank's number in a note.
+
+    Args:
+        size: number of ranks.
+        work: a rank's program.
+        timeout_s: longest wait for a message.
     """
     world, errors = LoopbackWorld(size, timeout_s), dict[int, BaseException]()
     results: list[Any] = [None] * size

@@ -25,14 +25,19 @@ SLEEP_S = (20e-6, 500e-6)  # shortest and longest sleep between polls
 
 
 def bits_of(tensor: Tensor) -> Any:
-    """Return a tensor's memory, uint8 [n]. Raise ValueError if the tensor is not contiguous."""
+    """Return a CPU tensor's memory as an array, uint8 [n], without a copy. Raise ValueError if the tensor is not
+    contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def wait_until(done: Callable[[], bool], health: Health) -> None:
-    """Poll `done` until it is true, with pauses. Each poll lets the library make progress."""
+    """Poll `done` until it is true, with pauses. Each poll lets the MPI library make progress.
+
+    Args:
+        health: the watch over lost ranks, which ends the wait with PeerLost.
+    """
     polls, pause, checked = 0, SLEEP_S[0], time.monotonic()
     while not done():
         polls += 1
@@ -47,14 +52,15 @@ def wait_until(done: Callable[[], bool], health: Health) -> None:
 
 
 class _Requests:
-    """The messages of one call in flight."""
+    """The messages of one call in flight over MPI."""
 
     def __init__(self, group: MpiGroup, requests: list[Any], recvs: Messages, kept: list[Any]) -> None:
         """Hold requests.
 
         Args:
-            requests: those of `recvs` first, in their order.
-            kept: tensors to keep alive meanwhile.
+            requests: MPI's requests, those of `recvs` first, in their order.
+            recvs: the messages that are received.
+            kept: tensors to keep alive until the messages have arrived.
         """
         self._group, self._requests, self._recvs, self._kept = group, requests, recvs, kept
 
@@ -65,14 +71,14 @@ class _Requests:
 
 
 class MpiGroup(Group):
-    """A group with a communicator of its own."""
+    """A group of ranks that have a communicator of MPI for their messages."""
 
     def __init__(self, mpi: Any, communicator: Any, ranks: tuple[int, ...], health: Health) -> None:
         self._mpi, self._communicator, self.health = mpi, communicator, health
         self.ranks, self.index = ranks, communicator.Get_rank()
 
     def _posted(self, sends: Messages, recvs: Messages) -> list[Any]:
-        """Post messages and return their requests, receives first."""
+        """Post messages and return MPI's requests for them, receives first."""
         byte, tag = self._mpi.BYTE, call_tag(15)  # the most bits that every library supports
         requests = [self._communicator.Irecv([bits_of(t), byte], peer, tag) for t, peer in recvs]
         return requests + [self._communicator.Isend([bits_of(t), byte], peer, tag) for t, peer in sends]
@@ -82,7 +88,8 @@ class MpiGroup(Group):
         return _Requests(self, self._posted(sends, recvs), recvs, sends)
 
     def complete(self, requests: list[Any], recvs: Messages) -> None:
-        """Wait for requests, those of `recvs` first. Raise WrongMessage if a received message has another length."""
+        """Wait for MPI's requests, those of `recvs` first. Raise WrongMessage if a received message has another length
+        than its tensor."""
         statuses = [self._mpi.Status() for _ in recvs]
         try:
             wait_until(lambda: self._mpi.Request.Testall(requests, statuses), self.health)
@@ -96,7 +103,13 @@ class MpiGroup(Group):
                 raise self.refused(peer, came, tensor.nbytes)
 
     def refused(self, peer: int, came: int | str, awaited: int) -> WrongMessage:
-        """Tell all ranks of a message whose length in bytes is not the awaited one, and return the error."""
+        """Tell all ranks that a message has arrived with a wrong length, and return the error to raise.
+
+        Args:
+            peer: index of the sender in the group.
+            came: its length in bytes, or a phrase for it.
+            awaited: the length in bytes that this rank expected.
+        """
         reason = (
             f"received a message of {came} bytes from rank {self.ranks[peer]} where it awaited one of {awaited}, in a "
             f"group of {len(self.ranks)} ranks from {min(self.ranks)} to {max(self.ranks)}; trust no result: these "
@@ -111,7 +124,7 @@ class MpiGroup(Group):
 
 
 class MpiTransport(LaneOwner):
-    """A transport over MPI's two-sided messages."""
+    """A transport over MPI's two-sided messages, for CPU tensors."""
 
     library = "mpi"
 
@@ -133,7 +146,11 @@ class MpiTransport(LaneOwner):
         return self.blocking(meet, among=members)
 
     def _over(self, communicator: Any, members: tuple[int, ...]) -> MpiGroup:
-        """Return the group of a communicator. All its ranks call this."""
+        """Make a group over a communicator of MPI. All its ranks call this.
+
+        Args:
+            members: the ranks of the communicator, in its order.
+        """
         return MpiGroup(self._mpi, communicator, members, self.health)
 
     def _release(self) -> None:

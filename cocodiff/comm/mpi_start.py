@@ -25,10 +25,11 @@ BUILD = "build mpi4py on the launcher's MPI, or start with the mpiexec of the MP
 
 
 def lacking_shared_memory(ranks: int) -> str:
-    """Return a line with the remedy if shared memory is too small for MPI's messages between `ranks` ranks of this
-    host; else "".
+    """Return a line for the user if /dev/shm is too small for MPI's messages between `ranks` ranks of this host; else
+    "".
 
-    Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks, 1.8 for each of 12, and over ofi 176 KiB in all.
+    The line says what to do. Intel MPI 2021.17 took 2.9 MiB for each of 2 ranks, 1.8 for each of 12, and over ofi 176
+    KiB in all.
     """
     least = 256 if os.environ.get("I_MPI_FABRICS") == "ofi" else 2048 * (ranks + 1)
     free = shutil.disk_usage(SHARED_MEMORY).free >> 10 if SHARED_MEMORY.exists() else least
@@ -39,7 +40,7 @@ def lacking_shared_memory(ranks: int) -> str:
 
 
 def initialised_mpi() -> Any:
-    """Return mpi4py's MPI module, started with full thread support.
+    """Start MPI with full thread support, unless it has been started. Return mpi4py's MPI module.
 
     `cocodiff.comm.connect` finishes it: after a fault MPI_Finalize would wait for dead ranks. Raise RuntimeError if the
     library grants less than MPI_THREAD_MULTIPLE, and UserError if there is too little shared memory.
@@ -59,8 +60,12 @@ def initialised_mpi() -> Any:
 
 
 def broadcast_over_mpi(world: Any, text: str | None) -> str:
-    """Return rank 0's text on every rank; the others give None. mpi4py's own calls for objects would unpickle
-    messages."""
+    """Return rank 0's text on every rank, by MPI. mpi4py's own calls for objects would unpickle messages.
+
+    Args:
+        world: the communicator of all ranks, which call this together.
+        text: rank 0's; None on other ranks.
+    """
     content = bytearray((text or "").encode())
     length = array("q", [len(content)])
     world.Bcast(length)
@@ -70,7 +75,8 @@ def broadcast_over_mpi(world: Any, text: str | None) -> str:
 
 
 def count_ranks(launch: Launch, limits: Limits) -> Launch:
-    """Return the launch with MPI's own number of ranks. The call waits until all ranks have started.
+    """Return the launch with the number of ranks that MPI counts, for launchers that do not set it. The call starts MPI
+    and waits until all ranks have started.
 
     Raise UserError if MPI cannot be asked, or is not the launcher's.
     """
@@ -85,7 +91,7 @@ def count_ranks(launch: Launch, limits: Limits) -> Launch:
 
 
 def check_told_size(launch: Launch, world: Any) -> None:
-    """Raise UserError on all ranks of MPI's world if the environment of some has another number of ranks."""
+    """Raise UserError on all ranks of MPI's world if some ranks' environment has another number of ranks."""
     size = world.Get_size()
     _check_launcher(launch, size)
     told = array("q", [0] * size)
@@ -96,7 +102,7 @@ def check_told_size(launch: Launch, world: Any) -> None:
 
 
 def _check_launcher(launch: Launch, size: int) -> None:
-    """Raise UserError if MPI counts fewer ranks than the launcher must have started. It then is not the launcher's
+    """Raise UserError if MPI counts `size` ranks and the launcher must have started more. It then is not the launcher's
     MPI."""
     least = max((launch.rank or 0) + 1, launch.local_size or 1)
     if size < least:

@@ -23,7 +23,7 @@ PACKAGES = ("cocodiff", "cocodiff_eval", "cocodiff_bench")  # packages whose rec
 
 
 def as_bytes(value: Any) -> Tensor:
-    """Return a value as a message, uint8 [bytes] on the CPU. Raise TypeError for values of other types.
+    """Return a value as the bytes of a message, uint8 [n] on the CPU. Raise TypeError for values of other types.
 
     Args:
         value: None, numbers, strings, bytes, tensors (which arrive on the CPU), arrays, dtypes, our dataclasses and
@@ -35,7 +35,7 @@ def as_bytes(value: Any) -> Tensor:
 
 
 def as_value(content: Tensor) -> Any:
-    """Return the value in a message of `as_bytes`. Raise ValueError if it is not such a message."""
+    """Return the value in a message that `as_bytes` has made. Raise ValueError if it is not such a message."""
     data = content.cpu().numpy().tobytes()
     try:
         (length,) = LENGTH.unpack_from(data)
@@ -46,7 +46,10 @@ def as_value(content: Tensor) -> Any:
 
 
 def _to_json(value: Any, blobs: list[bytes]) -> Any:
-    """Return lists, strings and numbers as they are and everything else as {kind: content}. Append bytes to `blobs`."""
+    """Return a value as JSON can hold it: lists, strings and numbers as they are, everything else as {kind: content}.
+
+    The bytes of tensors, arrays and bytes are appended to `blobs`.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -80,7 +83,12 @@ def _to_json(value: Any, blobs: list[bytes]) -> Any:
 
 
 def _from_json(found: Any, blobs: BytesIO) -> Any:
-    """Return the value that `_to_json` has converted, with bytes from `blobs`."""
+    """Return the value that `_to_json` has converted.
+
+    Args:
+        found: its result.
+        blobs: the bytes that it has appended, which are read in the same order.
+    """
     if isinstance(found, list):
         return [_from_json(one, blobs) for one in found]
     if not isinstance(found, dict):
@@ -107,7 +115,7 @@ def _from_json(found: Any, blobs: BytesIO) -> Any:
 
 
 def _taken(blobs: BytesIO, count: int) -> bytearray:
-    """Read `count` bytes. Raise ValueError if there are fewer."""
+    """Read the next `count` bytes of a message. Raise ValueError if there are fewer."""
     taken = bytearray(blobs.read(count))
     if len(taken) != count:
         raise ValueError(f"{count} bytes more were expected, there are {len(taken)}")
@@ -115,7 +123,8 @@ def _taken(blobs: BytesIO, count: int) -> bytearray:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name. Raise ValueError if it is another attribute of torch."""
+    """Return the torch dtype with this name, such as "float32". Raise ValueError if it is another attribute of
+    torch."""
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
@@ -123,7 +132,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _fields(kind: type) -> list[str] | None:
-    """Return the field names of one of our records in the order of its constructor; None for other types."""
+    """Return the field names of a dataclass or named tuple of our packages, in the order of its constructor.
+
+    Return None for other types.
+    """
     if kind.__module__.split(".")[0] not in PACKAGES:
         return None
     if dataclasses.is_dataclass(kind):
@@ -132,7 +144,15 @@ def _fields(kind: type) -> list[str] | None:
 
 
 def _record(module: str, name: str, parts: list[Any]) -> Any:
-    """Build one of our records. Raise ValueError if it is not one, or the number of fields is wrong."""
+    """Build a dataclass or named tuple of our packages from a message.
+
+    Raise ValueError if the class is none, is not imported in this process, or has another number of fields.
+
+    Args:
+        module: the class's module.
+        name: the class's name.
+        parts: the values of its fields, in order.
+    """
     kind: Any = getattr(sys.modules.get(module), name, None)
     fields = _fields(kind) if isinstance(kind, type) else None
     if fields is None or len(fields) != len(parts):

@@ -37,7 +37,7 @@ LAST_CALLS = 256  # most calls that a rank sends; more than a rank can be ahead 
 
 @dataclass(frozen=True)
 class Limits:
-    """The longest times that the watch allows, in seconds."""
+    """The longest times that the watch over lost ranks allows, in seconds."""
 
     timeout_s: float = 300.0  # without a heartbeat of a rank
     start_s: float = 600.0  # until all ranks have met
@@ -46,10 +46,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Progress:
-    """The calls that one rank has made, and its state."""
+    """The calls that one rank has made, and whether it waits in one. Others judge by it if the rank keeps them
+    waiting."""
 
-    # number of calls begun, by the ranks that make them (ALL for all)
-    calls: Mapping[Ranks, int] = field(default_factory=dict)
+    # ALL stands for all ranks.
+    calls: Mapping[Ranks, int] = field(default_factory=dict)  # number of calls begun, by the ranks that make them
     at: str = "the start"  # name of the last call
     among: Ranks = ALL  # ranks that make the last call
     waits_s: float = 0.0  # time for which its main thread has waited for other ranks; 0 if it does not wait
@@ -60,7 +61,10 @@ class Progress:
 
 @dataclass
 class OwnProgress:
-    """The progress of this rank. The thread that makes its calls writes it; the thread of heartbeats reads it."""
+    """The progress of this rank, as it changes.
+
+    The thread that makes its calls writes it; the thread of heartbeats reads it.
+    """
 
     clock: Callable[[], float]  # returns seconds
     _changed: float  # time of the last call, by `now`
@@ -68,7 +72,7 @@ class OwnProgress:
     blocked_since: float | None = None  # time by `now` at which a library's call began that cannot be interrupted
     asleep_s: float = 0.0  # total time for which this process was stopped
     _waits_since: float = 0.0  # time by `now` at which the current wait began
-    _noted: float = -inf  # time of its last report
+    _noted: float = -inf  # time by `now` at which the current wait was last reported
     _awaited: dict[int, Ranks] = field(default_factory=dict)  # awaited ranks by thread
     _untold: deque[Call] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))  # calls not sent yet
     _thread: int | None = threading.main_thread().ident  # thread that makes the calls
@@ -78,7 +82,12 @@ class OwnProgress:
         return self.clock() - self.asleep_s
 
     def arrive(self, at: str, among: Ranks = ALL) -> None:
-        """Begin a call."""
+        """Record that this rank begins a call.
+
+        Args:
+            at: name of the call.
+            among: the ranks that make it; ALL for all.
+        """
         # A new object, because the thread that sends heartbeats reads the old one meanwhile.
         number = self.last.calls.get(among, 0) + 1
         self.last = Progress({**self.last.calls, among: number}, at, among)
@@ -86,11 +95,14 @@ class OwnProgress:
         self._changed, self._noted, self._thread = self.now(), -inf, threading.get_ident()
 
     def take_calls(self) -> list[Call]:
-        """Return the calls that were begun since the last call of this. Another thread may begin one meanwhile."""
+        """Return the calls that this rank has begun and not yet reported to the others, and count them as reported.
+
+        Another thread may begin a call meanwhile.
+        """
         return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def still_waiting(self) -> None:
-        """Record that the thread that makes the calls waits."""
+        """Record that the calling thread waits for other ranks, if it is the one that makes this rank's calls."""
         if threading.get_ident() != self._thread:
             return
         now = self.now()
@@ -99,11 +111,16 @@ class OwnProgress:
         self._noted = now
 
     def awaits(self, ranks: Ranks) -> None:
-        """Record the ranks that the current thread waits for."""
+        """Record the ranks whose messages the current thread waits for; () if it waits for none."""
         self._awaited[threading.get_ident()] = ranks
 
     def seen(self, now: float, left: bool = False) -> Progress:
-        """Return this rank's progress now."""
+        """Return this rank's progress as of now.
+
+        Args:
+            now: the time, by `now()`.
+            left: True if this rank has left the run.
+        """
         waits_s, blocked_since = 0.0, self.blocked_since
         if blocked_since is not None:
             waits_s = now - blocked_since
@@ -114,14 +131,17 @@ class OwnProgress:
 
 
 class CallTable:
-    """The names of the calls that ranks have made, by the ranks that make them and their numbers."""
+    """The names of the calls that all ranks have made, by the ranks that make a call together and its number among
+    theirs."""
 
     def __init__(self) -> None:
         self._known: dict[Ranks, dict[int, tuple[int, str]]] = {}  # each name with the rank that sent it
 
     def find_other_call(self, rank: int, calls: Iterable[Call]) -> tuple[int, str] | None:
-        """Record some calls of a rank. Return the rank and a reason if another rank has made a different call instead,
-        else None."""
+        """Record some calls of a rank, and find one for which another rank has made a call of another name.
+
+        Return (this rank, the reason) for the first of them, or None if there is none.
+        """
         for among, number, at in calls:
             known = self._known.setdefault(among, {})
             other, there = known.setdefault(number, (rank, at))
@@ -133,9 +153,10 @@ class CallTable:
 
 
 class Peers:
-    """The state of the run as one rank knows it. Times are those of `own.now()`, in seconds.
+    """The state of the run as one rank knows it: which ranks are lost, have left, or keep others waiting.
 
-    Methods return the messages to send to all ranks that this one has a line to.
+    It has no sockets: methods return the messages, dicts for JSON, that the caller then sends to all ranks that this
+    one is connected to. Times are those of `own.now()`, in seconds.
     """
 
     def __init__(
@@ -156,16 +177,23 @@ class Peers:
 
     @property
     def closing(self) -> bool:
-        """True if this rank has left the run."""
+        """True once this rank has left the run."""
         return self.closed_at < inf
 
     @property
     def all_left(self) -> bool:
-        """True if all other ranks have left."""
+        """True once all other ranks have left the run or died."""
         return len(self.left) == self.size - 1
 
     def hear(self, sender: int, message: Message, now: float) -> list[Message]:
-        """Handle a message from `sender`. Only rank 0 passes on what follows from it."""
+        """Handle a message from another rank. Return the messages to pass on, which only rank 0 does; [] on other
+        ranks.
+
+        Args:
+            sender: the rank that sent it.
+            message: its content.
+            now: the time, by `own.now()`.
+        """
         self._heard[sender] = now
         told = []
         if "lost" in message:
@@ -184,7 +212,14 @@ class Peers:
         return [] if self.rank else told
 
     def gone(self, sender: int, now: float) -> list[Message]:
-        """Handle a closed connection. Without rank 0, no further message arrives from any rank."""
+        """Handle a closed connection: its rank has died, unless it has left. Return the messages to send.
+
+        If it was rank 0, no further message arrives from any rank.
+
+        Args:
+            sender: the rank at its other end.
+            now: the time, by `own.now()`.
+        """
         expected = sender in self.left or self.closing
         told = [] if expected else self.lose(PeerLost(sender, "died: its connection closed"), now)
         self.left |= set(range(self.size)) - {self.rank} if self.rank else {sender}
@@ -192,20 +227,24 @@ class Peers:
         return [*told, {"left": sender}]
 
     def lose(self, error: PeerLost | UserError, now: float) -> list[Message]:
-        """Record the error by which the run has failed, unless it has failed before."""
+        """Record the error by which the run has failed. Return the messages that report it.
+
+        If the run has failed before, change nothing and return [].
+        """
         if self.lost is not None:
             return []
         self.lost, self._lost_at = error, now
         return self.known_loss()
 
     def known_loss(self) -> list[Message]:
-        """Return the messages that report the loss; [] if there is none."""
+        """Return the messages that report the error by which the run has failed; [] if it has not."""
         if isinstance(self.lost, PeerLost):
             return [{"lost": self.lost.rank, "reason": self.lost.reason}]
         return [] if self.lost is None else [{"mistake": str(self.lost)}]
 
     def late_start(self) -> PeerLost:
-        """Return the error for ranks that have not met in time."""
+        """Return the error for a start in which not all ranks have met in time. On rank 0 it names those that are
+        missing."""
         if self.rank:
             return PeerLost(0, f"did not answer within {self.limits.start_s:g} s of the start")
         missing, *others = sorted(set(range(1, self.size)) - set(self._progress))
@@ -213,10 +252,13 @@ class Peers:
         return PeerLost(missing, f"did not start within {self.limits.start_s:g} s{more}")
 
     def wake(self, clock_s: float) -> float:
-        """Begin a round and return its time.
+        """Begin a round of the watch's thread, and return its time by `own.now()`.
 
         If this process was stopped since the last round (Ctrl-Z, a debugger), that time is left out. The others'
         silence and waits in it mean nothing.
+
+        Args:
+            clock_s: the time by the clock.
         """
         asleep_s, self._round = clock_s - self._round - ROUND_S, clock_s
         if asleep_s > min(1.0, self.limits.timeout_s / 2):
@@ -224,8 +266,10 @@ class Peers:
         return clock_s - self.own.asleep_s
 
     def look(self, now: float) -> list[Message]:
-        """End a round after its messages: find silent ranks and ranks that others wait for, and send a heartbeat if it
-        is due."""
+        """End a round of the watch's thread, after its messages: find silent ranks and ranks that others wait for.
+
+        Return the messages to send: the error if there is one, else this rank's heartbeat if it is due.
+        """
         if self.lost is not None:
             return []
         limit_s = self.limits.timeout_s
@@ -247,8 +291,10 @@ class Peers:
         return self._compare_calls(self.rank, calls, now) or [_told(own, calls)]
 
     def goodbye(self) -> list[Message]:
-        """Leave the run. The messages include this rank's last call, so that ranks that wait in it know that it was
-        made."""
+        """Record that this rank leaves the run without an error. Return the messages to send.
+
+        They include this rank's last call, so that ranks that wait in it know that it was made.
+        """
         self.closed_at, calls = self.own.now(), self.own.take_calls()
         found = self._compare_calls(self.rank, calls, self.closed_at)
         return [*found, _told(self.own.seen(self.closed_at), calls), {"left": self.rank}]
@@ -270,8 +316,13 @@ class Peers:
         return ""
 
     def _compare(self, rank: int, settings: dict[str, str], now: float) -> list[Message]:
-        """Compare a rank's settings with rank 0's, on rank 0. Once all ranks have joined, tell all of them the
-        result."""
+        """Compare a rank's settings with rank 0's, on rank 0. Return the messages to send.
+
+        Once all ranks have joined, these tell them that they may begin, or which setting differs.
+
+        Args:
+            settings: values as text, by name.
+        """
         self._progress[rank] = Progress(), now
         difference = describe_difference(self._settings, settings)
         if difference and not self._refusal:
@@ -285,7 +336,11 @@ class Peers:
         return [{"agreed": True}]
 
     def _note_progress(self, rank: int, told: list[Any], now: float) -> list[Message]:
-        """Record another rank's progress, on rank 0."""
+        """Record another rank's progress, on rank 0. Return the messages to send if its calls differ from other ranks'.
+
+        Args:
+            told: the content of its message, as `_told` makes it.
+        """
         counts, at, among, waits_s, awaits, unchanged_s, calls = told
         begun = {tuple(ranks): count for ranks, count in counts}
         one = Progress(begun, at, tuple(among), waits_s, awaits=tuple(awaits))
@@ -293,12 +348,15 @@ class Peers:
         return self._compare_calls(rank, ((tuple(ranks), number, name) for ranks, number, name in calls), now)
 
     def _compare_calls(self, rank: int, calls: Iterable[Call], now: float) -> list[Message]:
-        """Record calls of a rank, on rank 0. The run fails if another rank has made a different call instead."""
+        """Record calls of a rank, on rank 0. The run fails if another rank has made a different call instead.
+
+        Return the messages that report this; [] if calls agree, and on other ranks.
+        """
         found = None if self.rank else self._table.find_other_call(rank, calls)
         return [] if found is None else self.lose(PeerLost(*found), now)
 
     def _seen(self, now: float) -> dict[int, Progress]:
-        """Return the progress of the other ranks now."""
+        """Return the progress of the other ranks as of now, by rank."""
         found = {}
         for rank, (one, changed) in self._progress.items():
             left = rank in self.left
@@ -307,13 +365,18 @@ class Peers:
 
 
 def _told(own: Progress, calls: list[Call]) -> Message:
-    """Return the message with this rank's progress."""
+    """Return the message with this rank's progress and its latest calls, for rank 0."""
     counts = [*own.calls.items()]
     return {"progress": [counts, own.at, own.among, own.waits_s, own.awaits, own.unchanged_s, calls]}
 
 
 def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    """Return the first setting that differs, with both values; "" if none does."""
+    """Return a phrase with the first setting that differs and both its values; "" if none does.
+
+    Args:
+        ours: rank 0's settings by name.
+        theirs: another rank's.
+    """
     names = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
     if not names:
         return ""
@@ -324,10 +387,10 @@ def describe_difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
 
 
 def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float) -> tuple[int, str] | None:
-    """Return the rank that others have waited for too long, or in vain, and the reason; None if there is none.
+    """Return the rank that keeps others waiting too long or in vain, and the reason; None if there is none.
 
     Args:
-        progress: of all ranks.
+        progress: that of every rank.
         stall_s: longest time that a rank may wait for another.
         left_s: the same if the other rank has left the run.
     """
@@ -351,11 +414,11 @@ def find_stalled(progress: Mapping[int, Progress], stall_s: float, left_s: float
 
 
 def _in_a_circle(progress: Mapping[int, Progress]) -> tuple[int, str] | None:
-    """Return one of several ranks that wait for each other in calls of different parts, and the reason; None if there
-    are none.
+    """Return one of several ranks that wait for each other in a circle, and the reason; None if there are none.
 
     A rank waits for those that have not made its call yet, and these make it only after their current calls. If those
-    calls wait, directly or by way of further ranks, for the first rank, the wait never ends.
+    calls wait, directly or by way of further ranks, for the first rank, the wait never ends. The ranks are in calls
+    that different sets of ranks make.
 
     Args:
         progress: of the ranks that wait.
@@ -377,7 +440,14 @@ def _in_a_circle(progress: Mapping[int, Progress]) -> tuple[int, str] | None:
 def _find_stalled_among(
     among: Ranks, progress: Mapping[int, Progress], stall_s: float, left_s: float
 ) -> tuple[int, str] | None:
-    """Return what `find_stalled` does, for the calls that all of `among` make."""
+    """Return what `find_stalled` does, for the calls that a set of ranks makes together.
+
+    Args:
+        among: these ranks; ALL for all.
+        progress: that of each of them; `waits_s` is 0 for a rank that waits in another set's call.
+        stall_s: longest time that a rank may wait for another.
+        left_s: the same if the other rank has left the run.
+    """
     # A rank that has left after a call is ahead of one that waits in it.
     calls = {rank: one.calls.get(among, 0) + one.left / 2 for rank, one in progress.items()}
     waiting = max(progress, key=lambda rank: progress[rank].waits_s, default=None)
@@ -404,10 +474,14 @@ def _find_stalled_among(
 
 
 def _find_lingering(others: Mapping[int, Progress], waits_s: float, stall_s: float) -> tuple[int, str] | None:
-    """Return what `find_stalled` does, for the end of the run, where rank 0 has waited `waits_s` for the others to
-    leave.
+    """Return a rank that does not leave at the end of the run, and the reason; None if there is none.
 
     A rank that itself waits is examined in the call that it waits in.
+
+    Args:
+        others: the progress of all ranks but 0.
+        waits_s: time for which rank 0 has waited for them to leave.
+        stall_s: longest such time.
     """
     for rank, one in sorted(others.items()):
         if not one.left and not one.waits_s and min(waits_s, one.unchanged_s) > stall_s:
@@ -421,6 +495,10 @@ def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[in
 
     They wait in calls of the same number, or for each other. If all calls are the same, a message was lost; then a rank
     that waits for it is returned.
+
+    Args:
+        progress: that of each of them.
+        waiting: the rank that waits longest.
     """
     calls = {rank: f"{one.at}{_of_ranks(one.among)}" for rank, one in progress.items()}
     names = [*calls.values()]
@@ -436,7 +514,8 @@ def _in_another_call(progress: Mapping[int, Progress], waiting: int) -> tuple[in
 
 
 def _of_ranks(among: Ranks) -> str:
-    """Return the ranks that make a call as part of a sentence; "" for the whole run."""
+    """Return the phrase " of ranks 0, 1, ..." for the ranks that make a call, for error messages; "" for the whole
+    run."""
     if not among:
         return ""
     listed = [*map(str, among)]

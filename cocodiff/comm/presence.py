@@ -33,24 +33,30 @@ LOOK_S = 0.25  # seconds between two looks
 
 
 class Presence:
-    """The process numbers of a job's ranks on this host, in one file per rank.
+    """The folder in which the ranks of an MPI job on this host write their process numbers, one file per rank.
 
-    If a rank is ended by its watching process, the reason follows its number.
+    It shows which of them have started or died. If a rank is ended by its watching process, the reason follows its
+    number.
     """
 
     def __init__(self, folder: Path, rank: int, local_ranks: int) -> None:
-        """Describe the folder.
+        """Describe the folder. Nothing is written yet.
 
         Args:
             folder: the job's own, inside a folder that belongs to this user only.
+            rank: this rank.
             local_ranks: number of the job's ranks on this host.
         """
         self.folder, self.rank, self.local_ranks = folder, rank, local_ranks
 
     @classmethod
     def of_job(cls, launch: Launch, environment: Mapping[str, str] | None = None) -> Presence | None:
-        """Return the presence of an MPI launcher's job; None for other launches, or if rank or number of ranks is
-        unknown."""
+        """Return the folder of an MPI launcher's job. Return None for other launches, or if rank or number of ranks is
+        unknown.
+
+        Args:
+            environment: the variables that tell jobs apart; by default those of this process.
+        """
         local_ranks = launch.local_size or launch.size
         if launch.kind != "mpi" or launch.rank is None or local_ranks is None:
             return None
@@ -61,7 +67,7 @@ class Presence:
         return cls(Path(tempfile.gettempdir()) / f"cocodiff-start-{os.geteuid()}" / word, launch.rank, local_ranks)
 
     def announce(self) -> None:
-        """Write this rank's process number. If that cannot be done safely, errors will not name ranks."""
+        """Write this rank's process number to its file. If that cannot be done safely, errors will not name ranks."""
         with contextlib.suppress(OSError):
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
@@ -71,10 +77,14 @@ class Presence:
             self._write(str(os.getpid()))
 
     def first_reason(self, process: int, reason: str) -> str:
-        """Return the reason why a rank of this host was ended before, else `reason`. Write it behind this rank's
+        """Return the reason why another rank of this host was ended before, else `reason`. Write it behind this rank's
         process number.
 
-        Call this before the rank is ended.
+        The watching process calls this before it ends its rank, so that all ranks report the same reason.
+
+        Args:
+            process: number of this rank's process.
+            reason: why this rank is about to be ended.
         """
         reason = next((word for _, word in self._entries().values() if word), reason)
         with contextlib.suppress(OSError):
@@ -83,20 +93,22 @@ class Presence:
         return reason
 
     def withdraw(self) -> None:
-        """Remove this rank's number. Once the ranks have met, the watch replaces it."""
+        """Remove this rank's file. It is called once the ranks have met, when the watch over connections replaces this
+        one."""
         with contextlib.suppress(OSError):
             (self.folder / str(self.rank)).unlink(missing_ok=True)
             self.folder.rmdir()  # succeeds for the last rank
 
     def faults(self) -> dict[int, str]:
-        """Return the ranks of this host that died or are stopped, each with which of the two."""
+        """Return the ranks of this host that have died or are stopped, by rank, each with a phrase that says which of
+        the two."""
         faults = dict.fromkeys(("", "Z", "X"), "died before the ranks had met")
         faults |= dict.fromkeys(("T", "t"), "is stopped")
         states = {rank: _state(process) for rank, (process, _) in sorted(self._entries().items())}
         return {rank: faults[state] for rank, state in states.items() if state in faults}
 
     def describe_present(self) -> str:
-        """Return a sentence that lists which of this host's ranks have started. Missing ranks are unknown, since they
+        """Return a phrase that lists which of this host's ranks have started. Missing ranks are unknown, since they
         left no number."""
         there = sorted(self._entries())
         if len(there) < self.local_ranks:
@@ -105,13 +117,13 @@ class Presence:
         return f"{there_are}: one of them hangs, or one of another host is missing"
 
     def _write(self, content: str) -> None:
-        """Write this rank's file as a whole."""
+        """Write this rank's file, so that no other process sees a part of it."""
         whole = self.folder / f".{self.rank}"
         whole.write_text(content)
         whole.rename(self.folder / str(self.rank))
 
     def _entries(self) -> dict[int, tuple[int, str]]:
-        """Return the process number and the reason of every rank that has a file."""
+        """Return, by rank, the process number in its file and the reason why it was ended ("" if it was not)."""
         found: dict[int, tuple[int, str]] = {}
         with contextlib.suppress(OSError):
             if self._is_ours():
@@ -121,12 +133,13 @@ class Presence:
         return found
 
     def _is_ours(self) -> bool:
-        """Return True if the outer folder belongs to this user and no one else can write to it."""
+        """Return True if the folder that holds all jobs' folders belongs to this user, and no one else can write to
+        it."""
         status = self.folder.parent.lstat()
         return status.st_uid == os.geteuid() and status.st_mode & 0o170022 == 0o040000
 
     def _clear_ended_jobs(self) -> None:
-        """Remove the folders of jobs that were killed."""
+        """Remove the folders of this user's earlier jobs none of whose processes still exists."""
         for job in self.folder.parent.iterdir():
             with contextlib.suppress(OSError, ValueError):
                 if job != self.folder and not any(_state(_parsed(path)[0]) for path in job.iterdir()):
@@ -134,7 +147,7 @@ class Presence:
 
 
 def _parsed(path: Path) -> tuple[int, str]:
-    """Return the process number in a rank's file and the reason behind it."""
+    """Return the process number in a rank's file, and the reason why that rank was ended ("" if it was not)."""
     process, _, word = path.read_text().partition(" ")
     return int(process), word
 
@@ -149,10 +162,15 @@ def _state(process: int) -> str:
 
 @contextlib.contextmanager
 def limited_start(limits: Limits, rank: int | None, presence: Presence | None, call: str) -> Iterator[None]:
-    """Limit a library's call, in the `with` block, in which all ranks meet before the watch is open.
+    """Limit the time of a library's call, in the `with` block, in which all ranks meet before the watch is open.
 
     This process is killed, with a line that gives the reason, if a rank of this host died or has been stopped for
-    `timeout_s`. The same happens if the call takes longer than `start_s`.
+    `timeout_s`. The same happens if the call takes longer than `start_s`. A separate process watches it.
+
+    Args:
+        rank: this rank, for the line; None if unknown.
+        presence: the process numbers of this host's ranks; None if they are not known.
+        call: name of the call, for instance "MPI_Init".
     """
     if presence is not None:
         presence.announce()
@@ -170,12 +188,17 @@ def limited_start(limits: Limits, rank: int | None, presence: Presence | None, c
 def watch_start(
     process: int, rank: str, call: str, presence: Presence | None, timeout_s: float, start_s: float
 ) -> None:
-    """Run the main loop of the watching process. Return when the rank's process has ended.
+    """Run the main loop of the process that watches a rank during its start, and kills the rank if a limit is exceeded.
+
+    Return when the rank's process has ended.
 
     Args:
         process: number of the rank's process.
         rank: for messages; "" if unknown.
         call: name of the call that is limited.
+        presence: the process numbers of this host's ranks; None if they are not known.
+        timeout_s: longest time that a rank may be stopped.
+        start_s: longest time of the call.
     """
     began, stopped_since = time.monotonic(), dict[int, float]()
     while os.getppid() == process:

@@ -51,7 +51,7 @@ DRAWBACKS = (  # reported by `RmaTransport.drawback`; with the last three, messa
 
 
 class Message:
-    """The bytes of a message to or from a peer."""
+    """The bytes of one message to or from a peer, and the number of them that have been sent or received (`done`)."""
 
     __slots__ = ("bits", "done", "length")
 
@@ -71,16 +71,20 @@ class Message:
 
 
 class Peer:
-    """The two streams of bytes between this rank and one peer. Counts of bytes begin at 0 and only grow."""
+    """The two streams of bytes between this rank and one peer, outgoing and incoming, by one-sided MPI.
+
+    Counts of bytes begin at 0 and only grow.
+    """
 
     def __init__(self, group: RmaGroup, number: int, put: Callable[[Any, int], None], counters: Any, ring: Any) -> None:
         """Set up the streams.
 
         Args:
-            number: of the peer in its group.
-            put: puts bytes to a place in the peer's ring (0 and up) or among its counters (below 0).
-            counters: this rank's for the peer, int64 [2].
-            ring: this rank's for the peer, uint8 [n].
+            group: the group of both ranks.
+            number: index of the peer in the group.
+            put: puts bytes to a place in the peer's ring buffer (0 and up) or among its counters (below 0).
+            counters: this rank's for the peer, int64 [2]: bytes that have arrived from it, bytes that it has taken.
+            ring: this rank's buffer that the peer writes to, uint8 [n].
         """
         self._group, self.number, self.put, self._counters, self._ring = group, number, put, counters, ring
         self._window = group.window
@@ -89,7 +93,8 @@ class Peer:
         self._sent, self._read = np.zeros(1, np.int64), np.zeros(1, np.int64)  # counts to put to the peer
 
     def send(self) -> bool:
-        """Put as much as there is room for, at most a piece. Return True if anything was put."""
+        """Put bytes of outgoing messages into the peer's buffer, as many as it has room for, at most PIECE. Return True
+        if any were put."""
         sent, capacity = int(self._sent[0]), len(self._ring)
         room = min(PIECE, capacity - sent + int(self._counters[1]))
         while self.outgoing and room:
@@ -104,13 +109,13 @@ class Peer:
         return moved
 
     def raise_flag(self) -> None:
-        """Put the count of bytes to the peer, after those have arrived."""
+        """Tell the peer how many bytes have been put into its buffer, once they have arrived there."""
         self._window.Flush(self.number)
         self.put(self._sent, -COUNTERS)
         self._window.Flush(self.number)
 
     def receive(self) -> bool:
-        """Copy out bytes that have arrived and are expected. Return True if there were any.
+        """Copy bytes that have arrived into the messages that this rank expects. Return True if there were any.
 
         Raise WrongMessage if a message has another length.
         """
@@ -137,14 +142,15 @@ class Peer:
 
 
 class _Transfer:
-    """The messages of one call in flight."""
+    """The messages of one call in flight by one-sided MPI."""
 
     def __init__(self, group: RmaGroup, messages: list[Message], requests: list[Any], kept: list[Any]) -> None:
         """Hold messages.
 
         Args:
-            requests: MPI's own, for messages longer than a ring.
-            kept: tensors to keep alive meanwhile.
+            messages: those that pass through the ring buffers.
+            requests: MPI's own, for messages longer than a ring buffer.
+            kept: tensors to keep alive until the messages are through.
         """
         self._group, self._messages, self._requests, self._kept = group, messages, requests, kept
 
@@ -153,7 +159,7 @@ class _Transfer:
         self._requests, self._kept = [], []
 
     def _poll(self) -> bool:
-        """Move messages in all groups. Return True if this call's messages are done."""
+        """Move bytes of messages in all groups of this rank. Return True if this call's messages are done."""
         while self._group.turn():
             pass
         if not self._group.lock.acquire(blocking=False):
@@ -170,7 +176,10 @@ class _Transfer:
 
 
 class RmaGroup(MpiGroup):
-    """A group with a window of its own."""
+    """A group whose messages are put into the receiver's memory by one-sided MPI.
+
+    It has an MPI window of its own, memory that the other ranks may write to.
+    """
 
     def __init__(
         self, transport: RmaTransport, mpi: Any, communicator: Any, window: Any, ranks: tuple[int, ...]
@@ -186,12 +195,13 @@ class RmaGroup(MpiGroup):
         self._peers = [self._peer(number) for number in range(size)]
 
     def _peer(self, number: int) -> Peer:
-        """Return the streams to and from a peer."""
+        """Return the streams of bytes to and from the peer with index `number`."""
         byte, put, counters = self._mpi.BYTE, self.window.Put, (self.index + 1) * COUNTERS
         ring = self._counters.nbytes + self.index * self._rings.shape[1]
 
         def put_there(bits: Any, at: int) -> None:
-            """Put bytes to the peer's ring or counters."""
+            """Put bytes into the peer's ring buffer (`at` is 0 or more) or among its counters for this rank (below
+            0)."""
             put([bits, byte], number, at + (ring if at >= 0 else counters))
 
         return Peer(self, number, put_there, self._counters[number], self._rings[number])
@@ -219,11 +229,12 @@ class RmaGroup(MpiGroup):
 
     @property
     def is_busy(self) -> bool:
-        """True if messages are in flight."""
+        """True if messages of this group are in flight on this rank."""
         return any(peer.outgoing or peer.incoming for peer in self._peers)
 
     def advance(self) -> bool:
-        """Move bytes where possible; the caller holds the lock. Return True if any were moved."""
+        """Move bytes of this group's messages where possible. Return True if any were moved. The caller holds the
+        lock."""
         self.window.Sync()
         counters = self._counters.tobytes()
         if counters == self._seen:
@@ -234,7 +245,7 @@ class RmaGroup(MpiGroup):
         return any(moved)
 
     def _send(self) -> bool:
-        """Put bytes to all peers. Return True if there were any."""
+        """Put bytes of outgoing messages to all peers, and tell the peers. Return True if there were any."""
         moved = [peer for peer in self._peers if peer.outgoing and peer.send()]
         for peer in moved:  # all puts are started before the first one is waited for
             peer.raise_flag()
@@ -242,10 +253,10 @@ class RmaGroup(MpiGroup):
 
 
 class RmaTransport(MpiTransport):
-    """A transport over windows, which are allocated with their groups and kept.
+    """A transport by one-sided MPI: senders put messages into their receivers' memory, in windows.
 
-    If MPI has no suitable windows, messages are two-sided. The ranks agree on that at the start, and `drawback` has the
-    reason.
+    A window is allocated with each group and kept. If MPI has no suitable windows, messages are two-sided. The ranks
+    agree on that at the start, and `drawback` has the reason.
     """
 
     def __init__(self, health: Health) -> None:
@@ -258,7 +269,7 @@ class RmaTransport(MpiTransport):
             self.world = self._over(self._communicator, tuple(range(self.size)))
 
     def turn(self) -> bool:
-        """Move bytes in all groups that no other thread is at. Return True if any were moved."""
+        """Move bytes of messages in all groups that no other thread works on. Return True if any were moved."""
         moved = False
         for group in self._groups:
             if group.is_busy and group.lock.acquire(blocking=False):
@@ -284,7 +295,11 @@ class RmaTransport(MpiTransport):
         return group
 
     def _tried(self) -> tuple[bool, str]:
-        """Try windows. Return True if they cannot be used, and what is wrong with them; the same on all ranks."""
+        """Try whether MPI's windows work. Return True if they cannot be used, and what is wrong with them, "" if
+        nothing is.
+
+        Both are the same on all ranks, which call this together.
+        """
         mpi, world, wrong = self._mpi, self._communicator, 0
         try:
             window = mpi.Win.Allocate(8, 1, comm=world)
@@ -316,8 +331,14 @@ class RmaTransport(MpiTransport):
 
 
 def _tried_in(window: Any, mpi: Any, world: Any) -> int:
-    """Return the index in DRAWBACKS that a window of 8 bytes shows: whether a put arrives while its receiver makes no
-    MPI call."""
+    """Return the index in DRAWBACKS of what a trial shows of a window: if a put arrives while its receiver makes no MPI
+    call.
+
+    Args:
+        window: a window of 8 bytes.
+        mpi: mpi4py's module.
+        world: the communicator of all ranks, which call this together.
+    """
     came = np.frombuffer(window.tomemory(), dtype=np.int64)
     came[0] = 0
     window.Lock_all(mpi.MODE_NOCHECK)

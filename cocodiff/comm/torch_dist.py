@@ -32,16 +32,24 @@ _users: list[TorchDistTransport] = []  # transports over the default process gro
 
 
 def new_group(ranks: tuple[int, ...], backend: str | None = None) -> Any:
-    """Return a new process group. Only its members call this."""
+    """Make a process group of torch.distributed. Only its members call this.
+
+    Args:
+        backend: its library; by default the default group's.
+    """
     return dist.new_group(list(ranks), timeout=NEVER, backend=backend, use_local_synchronization=True)
 
 
 def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
-    """Return a new gloo group that shares the default group's devices; or one with its own, if these are not
-    accessible.
+    """Make a gloo process group that shares the default group's network devices; or has its own, if these are not
+    accessible. Only its members call this.
 
     Each gloo device has a thread that looks for messages a hundred times a second, and torch.distributed makes a device
     for each group. When 12 ranks on two cores had made the groups of 30 engines, these threads took half of both cores.
+
+    Args:
+        ranks: the members.
+        rank: this rank, one of them.
     """
     if dist.get_backend() != "gloo":
         return new_group(ranks, "gloo")
@@ -59,13 +67,14 @@ def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
 
 
 class _Works:
-    """The messages of one call in flight."""
+    """The messages of one call in flight over torch.distributed."""
 
     def __init__(self, works: list[Any], on_device: Sequence[Tensor] = ()) -> None:
-        """Hold the library's works.
+        """Hold the library's handles (`torch.distributed.Work`) of the messages.
 
         Args:
-            on_device: the messages, if they are on an accelerator.
+            works: the handles.
+            on_device: the messages' tensors, if they are on an accelerator.
         """
         self._works, self._on_device = works, on_device
 
@@ -78,7 +87,7 @@ class _Works:
 
 
 class TorchDistGroup(Group):
-    """A group over a process group of torch.distributed.
+    """A group of ranks that have a process group of torch.distributed for their messages.
 
     Messages are point to point: gloo's own all-to-all serves peers in turn and reaches half of the links' rate, while
     receives posted before sends reach nearly all of it.
@@ -128,10 +137,14 @@ class TorchDistGroup(Group):
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
 
     def _both_ways(self, *lists: Messages) -> list[Messages]:
-        """Return sends and receives with an extra byte where two ranks have messages in one direction only.
+        """Add a message of one byte where two ranks have messages in one direction only. Return the sends and the
+        receives.
 
-        Both of them see this. Sends or receives without the other may never end in oneCCL 2021.17 (torch-xpu-ops 2688,
-        oneCCL 192).
+        Both ranks see that this is so. Sends or receives without the other may never end in oneCCL 2021.17
+        (torch-xpu-ops 2688, oneCCL 192).
+
+        Args:
+            lists: the sends and the receives, which are changed in place.
         """
         sent, received = ({peer: x for x, peer in messages} for messages in lists)
         for ways, others, messages in ((received, sent, lists[0]), (sent, received, lists[1])):
@@ -139,7 +152,13 @@ class TorchDistGroup(Group):
         return [*lists]
 
     def _byte(self, peer: int, like: Tensor) -> Tensor:
-        """Return a byte with any value. It is the same one for each peer, so that its address stays."""
+        """Return a byte with any value, to be sent to a peer or received from it where there is no other message.
+
+        It is the same tensor for each call with this peer, so that its address stays.
+
+        Args:
+            like: a tensor on the device that the byte is made on.
+        """
         if peer not in self._nothing:
             self._nothing[peer] = like.new_zeros(1, dtype=torch.uint8)
         return self._nothing[peer]
@@ -155,7 +174,8 @@ class TorchDistGroup(Group):
         return _Arriving(work, sent, came, [x for of_peer in incoming for x in of_peer], self.device)
 
     def _by_peer(self, messages: Messages) -> tuple[list[list[Tensor]], list[int]]:
-        """Return each peer's messages as bytes, in order, and their total size. A peer without messages gets one byte.
+        """Return, for each peer, its messages as bytes, in order, and their total size. A peer without messages gets
+        one byte.
 
         Sizes of zero have been found to fail in oneCCL.
         """
@@ -175,18 +195,19 @@ class TorchDistGroup(Group):
 
 
 class _Arriving:
-    """The messages of a call that arrive in one buffer.
+    """The messages of one all-to-all in flight over torch.distributed, which arrive in one buffer.
 
     The first `wait` copies them from there, on its stream. Every `wait` makes its stream wait for these copies.
     """
 
     def __init__(self, work: Any, sent: Tensor, came: Tensor, messages: list[Tensor], device: torch.device) -> None:
-        """Hold the transfer.
+        """Hold the messages of an all-to-all in flight.
 
         Args:
+            work: the library's handle.
             sent: buffer with all bytes that are sent.
             came: buffer for all bytes that are received.
-            messages: targets as bytes, in the order of `came`.
+            messages: the tensors that the received bytes are for, as bytes, in their order in `came`.
         """
         self._work, self._held, self._messages, self._device = work, [sent, came], messages, device
         self._lock = threading.Lock()
@@ -212,12 +233,12 @@ class TorchDistTransport(LaneOwner):
     def __init__(
         self, device: torch.device, health: Health, owns_group: bool, library: str | None, carrier: LaneOwner | None
     ) -> None:
-        """Make the world group.
+        """Make the group of all ranks. torch.distributed has been initialised.
 
         Args:
             owns_group: True if this run initialised the default process group.
             library: backend of its groups; None for that of the default process group.
-            carrier: for a device, carries values over host memory; closed with this one.
+            carrier: for a device, the transport that carries values over host memory; closed with this one.
         """
         self.one_thread, self.carrier = device.type != "cpu", carrier
         super().__init__(device, health)
@@ -251,7 +272,7 @@ class TorchDistTransport(LaneOwner):
         return TorchDistGroup(process_group, members, self.rank, self.device, self.health)
 
     def _meet(self, process_group: Any, members: tuple[int, ...]) -> None:
-        """Run a first collective of all members.
+        """Run a first collective call of all members of a process group, after it was made.
 
         Device backends create a group's communicator in its first call. If that was a batch of messages in which not
         all members take part, it would hang (PyTorch's page on batch_isend_irecv).
@@ -273,7 +294,7 @@ class TorchDistTransport(LaneOwner):
 
 
 def initialise(backend: str, store: Any, rank: int, size: int, device: torch.device) -> None:
-    """Start the default process group.
+    """Start torch.distributed's default process group.
 
     The device is set before, as xccl and nccl require. The `ccl` of older versions does not take it.
     """
@@ -286,8 +307,10 @@ BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Load the module that registers a backend. Raise UserError if it is missing or does not carry the device's
-    tensors."""
+    """Import the module that registers a backend of torch.distributed, if it has one of its own.
+
+    Raise UserError if that is missing, the backend does not carry the device's tensors, or this PyTorch lacks it.
+    """
     fitting = _backends_of(device)
     if backend not in fitting:
         remedy = f"use --transport {' or '.join(fitting)}"
@@ -304,19 +327,24 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def posts_one_by_one(backend: str) -> bool:
-    """Return True if this PyTorch makes a oneCCL group for each message of a batch, see `ONE_BY_ONE`."""
+    """Return True if a backend in this PyTorch begins a message of a batch only when the one before it has ended.
+
+    That is so for xccl in the releases of `ONE_BY_ONE`, which make a oneCCL group for each message.
+    """
     return backend == "xccl" and ".".join(torch.__version__.split(".")[:2]) in ONE_BY_ONE
 
 
 def device_backend(device: torch.device) -> str:
-    """Return the backend for a device; Intel's older versions have ccl. Raise UserError if there is none."""
+    """Return the name of torch.distributed's backend for a device; Intel's older versions have ccl. Raise UserError if
+    there is none."""
     if device.type == "xpu" and not dist.is_xccl_available():
         return "ccl"
     return _backends_of(device)[0]
 
 
 def _backends_of(device: torch.device) -> tuple[str, ...]:
-    """Return the backends for a device, the preferred one first. Raise UserError if there are none."""
+    """Return the names of torch.distributed's backends for a device, the preferred one first. Raise UserError if there
+    are none."""
     if device.type not in BACKENDS:
         raise UserError(f"no transport carries {device.type} tensors between ranks: use one rank, or --device cpu")
     return BACKENDS[device.type]

@@ -19,7 +19,7 @@ LINK_CLASSES = ("sibling", "plane", "cross_plane", "node")
 # attention  q, k, v and the output; "unsplit" for calls that all ranks share while guidance is parallel
 # gather     the model's output, within a guidance branch
 # guidance   the model's output, between branches
-# notes      what codecs decide by
+# notes      the values that codecs decide by
 # whole      the bytes that q, k, v and the output would have without a codec
 # late       the part of q, k, v and the output that no call waited for
 # overflow   the part of q, k, v and the output that is rests of the lossless codec
@@ -29,9 +29,9 @@ MAX_SPANS = 2_000  # most spans kept of one rank; later ones are only counted
 
 
 class Span(NamedTuple):
-    """A piece of work."""
+    """A piece of a rank's work, such as packing or a message, with its times."""
 
-    name: str
+    name: str  # name of the work
     lane: str  # name of the thread
     start_ns: int  # by the process's clock
     end_ns: int  # by the process's clock
@@ -40,7 +40,10 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """The record of one rank. Several lanes may write to it at the same time."""
+    """The record of one rank: spans of its work, bytes that it has sent, and kernels that it has run.
+
+    Several threads may write to it at the same time.
+    """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -51,11 +54,17 @@ class Trace:
         self._lock = threading.Lock()
 
     def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> AbstractContextManager[None]:
-        """Return a context manager that records its `with` block as a span."""
+        """Return a context manager that records its `with` block as a span of work.
+
+        Args:
+            lane: name of the thread.
+            layer: kind of layer.
+            late_bytes: bytes that this rank sends in it and that no attention call waits for.
+        """
         return _Running(self, name, lane, layer, late_bytes)
 
     def keep(self, span: Span) -> None:
-        """Add a finished span, or count it if there are too many."""
+        """Add a finished span, or only count it if MAX_SPANS are recorded already."""
         with self._lock:
             if len(self.spans) < MAX_SPANS:
                 self.spans.append(span)
@@ -63,23 +72,37 @@ class Trace:
                 self.dropped += 1
 
     def count(self, link_class: str | None, payload_bytes: int, purpose: str = "attention") -> None:
-        """Count bytes that this rank sends. With `link_class` None, a message to itself, nothing is counted."""
+        """Count bytes that this rank sends.
+
+        Args:
+            link_class: the kind of link, one of LINK_CLASSES; None for a message to itself, which is not counted.
+            purpose: one of PURPOSES.
+        """
         if link_class is not None:
             with self._lock:
                 self._bytes[purpose, link_class] += payload_bytes
 
     def note_kernel(self, operation: str, path: str) -> None:
-        """Count an operation that ran as "sycl" or "torch"."""
+        """Count one run of an operation of `cocodiff.kernels`.
+
+        Args:
+            operation: its name.
+            path: "sycl" or "torch".
+        """
         with self._lock:
             self._kernels[operation, path] += 1
 
     def kernels(self) -> dict[tuple[str, str], int]:
-        """Return the number of runs of each (operation, path) on this rank."""
+        """Return the number of runs on this rank by operation and path ("sycl" or "torch")."""
         with self._lock:
             return dict(self._kernels)
 
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
-        """Return the bytes that this rank has sent, by class of link, for one of PURPOSES."""
+        """Return the payload bytes that this rank has sent for a purpose, by class of link.
+
+        Args:
+            purpose: one of PURPOSES.
+        """
         with self._lock:
             return {link: self._bytes[purpose, link] for link in LINK_CLASSES}
 
@@ -91,14 +114,15 @@ class Trace:
             self._kernels.clear()
 
     def record(self) -> dict[str, Any]:
-        """Return everything as plain data, for gathering from all ranks."""
+        """Return everything as plain data, for gathering from all ranks: rank, spans, dropped, bytes and kernels by
+        these names."""
         with self._lock:
             counts = {"dropped": self.dropped, "bytes": dict(self._bytes), "kernels": dict(self._kernels)}
             return {"rank": self.rank, "spans": list(self.spans), **counts}
 
 
 class CountedAs(Trace):
-    """A trace that records in another one, and counts bytes without a purpose for a given purpose."""
+    """A trace that passes everything on to another one, and counts bytes that have no purpose for a given one."""
 
     def __init__(self, trace: Trace, purpose: str) -> None:
         super().__init__(trace.rank)
@@ -115,7 +139,8 @@ class CountedAs(Trace):
 
 
 class _Running:
-    """A span that is not finished. A generator would cost twice as much, and a layer has a dozen spans."""
+    """The context manager of a span that has not ended. A generator would cost twice as much, and a layer has a dozen
+    spans."""
 
     __slots__ = ("_lane", "_late_bytes", "_layer", "_name", "_start_ns", "_trace")
 
@@ -137,7 +162,8 @@ def save_traces(path: str | Path, records: dict[str, list[dict[str, Any]]]) -> N
     Times are in microseconds. Clocks of different hosts are not aligned.
 
     Args:
-        records: of all ranks, by mode.
+        path: the file to write.
+        records: for each mode, a name for one of several measured runs, all ranks' results of `Trace.record`.
     """
     every = [(mode, record) for mode, of_mode in records.items() for record in of_mode]
     start = min((span[2] for _, record in every for span in record["spans"]), default=0)

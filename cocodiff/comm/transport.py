@@ -34,7 +34,7 @@ CHECK_S = 0.25  # seconds between two checks of a blocked wait for lost peers
 
 
 class Pending(Protocol):
-    """The messages of a call that are being sent and received."""
+    """The messages of one group call, for instance of `Group.send_recv`, that are on their way."""
 
     def wait(self) -> None:
         """Wait until the messages have arrived.
@@ -44,13 +44,14 @@ class Pending(Protocol):
 
 
 class Group(ABC):
-    """A set of ranks with a communication context of its own. Peers are named by their index in `ranks`.
+    """A set of ranks with a communication context of its own. Calls name another rank, a peer, by its index in `ranks`.
 
-    Tensors are contiguous, and the caller leaves them untouched until `wait`. Sizes may be uneven; a message of size 0
-    is posted by neither side. Receives are posted before sends (on accelerators in the order that the backend needs).
+    Tensors are contiguous, and the caller leaves them untouched until the returned `Pending.wait`. Sizes may be uneven;
+    a message of size 0 is posted by neither side. Receives are posted before sends (on accelerators in the order that
+    the backend needs).
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # numbers of the members, in the order of their indices
     index: int  # of this rank in `ranks`
     # True if a receive may be posted in an earlier call than its peer's send, or in a call without sends. Otherwise
     # both sides list a message in calls of the same number.
@@ -60,27 +61,37 @@ class Group(ABC):
 
     @abstractmethod
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
-        """Start sending and receiving tensors. Both sides list the messages between two peers in the same order."""
+        """Start sending and receiving tensors, and return what to wait for.
+
+        Both arguments are lists of (tensor, index of the peer). Two peers list the messages between them in the same
+        order.
+        """
 
     def collective(self, sends: Messages, recvs: Messages) -> Pending:
         """Start sending and receiving like `send_recv`, in a call that every rank of the group makes."""
         return self.send_recv(sends, recvs)
 
     def together(self) -> Group:
-        """Return a group of the same ranks whose `collective` is one all-to-all of the library. Raise UserError if it
-        has none."""
+        """Return a group of the same ranks whose `collective` is one all-to-all of the library, instead of a message
+        for each peer. Raise UserError if the library has none."""
         raise UserError("messages alltoall: these ranks have no all-to-all of a library: use --transport gloo or xccl")
 
     def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        """Start sending sends[p] to peer p and receiving recvs[p] from it. The own tensor is copied. All peers are
-        served at the same time."""
+        """Start sending sends[p] to every peer p, all at the same time, and receiving recvs[p] from it. Return what to
+        wait for.
+
+        Both lists have a tensor for each rank of the group. This rank's own tensor is copied at once.
+        """
         check_counts(len(self.ranks), sends, recvs)
         recvs[self.index].copy_(sends[self.index])
         others = [peer for peer in range(len(self.ranks)) if peer != self.index]
         return self.collective([(sends[p], p) for p in others], [(recvs[p], p) for p in others])
 
     def all_gather(self, send: Tensor, recvs: list[Tensor]) -> Pending:
-        """Start sending one tensor to all peers and receiving peer p's in recvs[p]. Sizes may differ between peers."""
+        """Start sending one tensor to all peers, and receiving peer p's tensor in recvs[p]. Return what to wait for.
+
+        Sizes may differ between peers.
+        """
         return self.all_to_all([send] * len(self.ranks), recvs)
 
     def barrier(self) -> None:
@@ -98,9 +109,8 @@ class Transport(ABC):
 
     rank: int  # of this process among these ranks
     size: int  # number of these ranks
-    # The lane for what all ranks do together in program order: set-up, selections, gathers of outputs. None of its jobs
-    # waits for another lane.
-    control: Lane
+    # None of its jobs waits for another lane.
+    control: Lane  # runs what all ranks do together in program order: set-up, selections, gathers of outputs
     world: Group  # all these ranks, for jobs of the control lane
     device: torch.device  # of messages
     health: Health  # finds lost ranks
@@ -115,12 +125,13 @@ class Transport(ABC):
 
         Args:
             ranks: its members.
-            together: its `at_once`; by default as `LaneOwner.one_by_one` requires.
+            together: True if the group's `collective` is one all-to-all of the library, False if it sends each message
+                by itself; by default as the library requires.
         """
 
     @abstractmethod
     def lane(self, name: str) -> Lane:
-        """Return the lane of this name, which is made at the first call."""
+        """Return the background thread with this name, which runs jobs in order. It is started at the first call."""
 
     @property
     @abstractmethod
@@ -146,17 +157,25 @@ class Transport(ABC):
         return self.size
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Tell the watch that a call begins that all ranks of this transport make, or all of `among`. See
-        `Health.arrive`."""
-        self.health.arrive(at, among if len(among) < self.size else ())
+        """Tell the watch over lost ranks that a call begins that all ranks of this transport make, or all of `among`.
 
-    def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
-        """Run `job` on the control lane and return its result. All ranks call this, or all of `among`.
-
-        A lost peer ends the wait. The result must not have tensors of a device.
+        See `Health.arrive`.
 
         Args:
             at: name of the call.
+            among: the ranks that make it, by numbers in the whole run; () for all.
+        """
+        self.health.arrive(at, among if len(among) < self.size else ())
+
+    def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
+        """Run `job` on the control lane, a background thread, and return its result. All ranks call this, or all of
+        `among`.
+
+        A lost peer ends the wait with PeerLost. The result must not have tensors of a device.
+
+        Args:
+            at: name of the call, for the watch over lost ranks.
+            among: the ranks that call this, by numbers in the whole run; () for all.
         """
         self.arrive(at, among)
         found: list[T] = []
@@ -164,26 +183,44 @@ class Transport(ABC):
         return found[0]
 
     def gather_object(self, value: Any, at: str = "gather_object") -> list[Any] | None:
-        """Return all ranks' values on rank 0, and None on the other ranks. This blocks; it is for set-up and results.
+        """Return the list of all ranks' values on rank 0, and None on the other ranks. All ranks call this.
+
+        It blocks, and is for set-up and results.
 
         Args:
-            value: plain data, see `objects.as_bytes`.
+            value: this rank's plain data, see `objects.as_bytes`.
             at: name of the call, which errors report if other ranks make another call.
         """
         return self.blocking(lambda: gather_values(self.host_world, value), at)
 
     def broadcast_object(self, value: Any, at: str = "broadcast_object") -> Any:
-        """Return rank 0's value on every rank; see `gather_object`."""
+        """Return rank 0's value on every rank. All ranks call this; the values of the others are not used.
+
+        Args:
+            value: plain data, see `objects.as_bytes`.
+            at: name of the call, which errors report if other ranks make another call.
+        """
         return self.blocking(lambda: broadcast_value(self.host_world, value), at)
 
     def over_all(self, value: Any, merge: Callable[[list[Any]], T], at: str) -> T:
-        """Merge all ranks' values on rank 0, and return the result on every rank; see `gather_object`."""
+        """Merge all ranks' values on rank 0, and return the result on every rank. All ranks call this.
+
+        Args:
+            value: this rank's plain data, see `objects.as_bytes`.
+            merge: makes the result of the list of all values, in the order of ranks. It runs on rank 0 alone.
+            at: name of the call, which errors report if other ranks make another call.
+        """
         of_ranks = self.gather_object(value, at)
         found: T = self.broadcast_object(None if of_ranks is None else merge(of_ranks), at)
         return found
 
     def values_of_all(self, value: Any, at: str = "values_of_all") -> list[Any]:
-        """Return all ranks' values on every rank; see `gather_object`."""
+        """Return the list of all ranks' values, in the order of ranks, on every rank. All ranks call this.
+
+        Args:
+            value: this rank's plain data, see `objects.as_bytes`.
+            at: name of the call, which errors report if other ranks make another call.
+        """
         return self.over_all(value, list, at)
 
     @abstractmethod
@@ -192,11 +229,12 @@ class Transport(ABC):
 
 
 class LaneOwner(Transport):
-    """A transport of all ranks of a run. It makes and closes the lanes, whose background threads post messages."""
+    """A transport of all ranks of a run. It makes and closes the lanes: background threads that run jobs in order and
+    post the messages."""
 
     library = "none"  # name of the library that carries messages
     drawback = ""  # what is wrong with the transport that was asked for; "" if nothing is
-    around: Callable[[Group], Group] | None = None  # wraps every group that is made
+    around: Callable[[Group], Group] | None = None  # wraps every new group, for instance to add checksums
     # True if one thread runs the jobs of all lanes, in the order in which they are submitted. A device's library may
     # take one group of messages of a process at a time and block the host until the peers have posted theirs (oneCCL,
     # src/coll/group). If ranks had different orders, they would wait for each other in a circle. Lanes then overlap
@@ -205,9 +243,8 @@ class LaneOwner(Transport):
     # True if the library begins a message of a batch only when the one before it has ended on both ranks.
     one_by_one = False
     node_of: Sequence[Any] = ()  # the node of each rank, if messages within a node need groups of their own
-    # The CPU transport beside a device's. It carries values and, with transport `host`, all tensors too, by way of host
-    # memory. None for a transport of CPU tensors.
-    carrier: LaneOwner | None = None
+    # It carries values and, with transport `host`, all tensors too, by way of host memory.
+    carrier: LaneOwner | None = None  # the CPU transport beside a device's; None for a transport of CPU tensors
 
     def __init__(self, device: torch.device, health: Health) -> None:
         self.device, self.health = device, health
@@ -231,10 +268,12 @@ class LaneOwner(Transport):
         return group if self.around is None else self.around(group)
 
     def _by_node(self, ranks: tuple[int, ...], whole: Group | None = None) -> Group:
-        """Return a group, divided by nodes if needed; see `group_by_node`.
+        """Return a group of some ranks. If the library needs it, messages within a node get a group of their own.
+
+        See `group_by_node`.
 
         Args:
-            whole: an existing group of these ranks.
+            whole: an existing group of these ranks, to use instead of a new one.
         """
         if len(set(self.node_of)) < 2:
             return whole or self._new_group(ranks)
@@ -256,12 +295,12 @@ class LaneOwner(Transport):
     def _new_group(self, ranks: tuple[int, ...]) -> Group: ...
 
     def _release(self) -> None:
-        """Release what the communication library holds."""
+        """Release what the communication library holds, such as its groups. `close` calls this last."""
         return
 
 
 class PartGroup(Group):
-    """A group, or some of its members, with other numbers and in another order of ranks."""
+    """A view of a group: the same ranks or some of them, with other numbers and in another order."""
 
     def __init__(self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device) -> None:
         """Wrap a group.
@@ -269,6 +308,7 @@ class PartGroup(Group):
         Args:
             ranks: the new numbers of the members.
             members: the index in `group` of each of `ranks`.
+            device: of the messages.
         """
         self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
@@ -291,8 +331,8 @@ class PartGroup(Group):
 class SubTransport(Transport):
     """A part of a transport's ranks as a transport of its own, in a given order; this rank is one of them.
 
-    Lanes, control lane and world group are those of the whole. So a part needs no threads and no communicators until it
-    makes groups. The ranks of a part make the same groups, the same number of times and in the same order (see
+    It shares the background threads and the world group of the whole. So a part needs no threads and no communicators
+    until it makes groups. The ranks of a part make the same groups, the same number of times and in the same order (see
     `Transport.group`). Parts are independent of each other. Closing a part leaves the whole open.
     """
 
@@ -349,13 +389,14 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
 
 
 def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int, Tensor]:
-    """Send each peer of `sent` its bytes and return those from `sources`: first their sizes, then the bytes.
+    """Send bytes to some peers and receive bytes from others: first the sizes, then the bytes. Return what was
+    received, by peer.
 
-    This blocks; it is for jobs of a lane.
+    This blocks; it is for jobs of a background thread (`Lane`).
 
     Args:
-        group: over host memory.
-        sent: uint8 tensors by peer.
+        group: a group for messages in host memory.
+        sent: uint8 tensors by the peer that they go to.
         sources: peers to receive from.
     """
     lengths = {peer: torch.tensor([len(content)], device="cpu") for peer, content in sent.items()}
@@ -369,10 +410,10 @@ def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]
 def gather_values(group: Group, value: Any) -> list[Any] | None:
     """Gather a value from every rank of a group. Return them on its first rank, in the group's order; None on others.
 
-    This blocks; it is for jobs of a lane.
+    This blocks; it is for jobs of a background thread (`Lane`).
 
     Args:
-        group: over host memory.
+        group: a group for messages in host memory.
         value: plain data, of the types that `as_bytes` takes.
     """
     if group.index:
@@ -383,7 +424,14 @@ def gather_values(group: Group, value: Any) -> list[Any] | None:
 
 
 def broadcast_value(group: Group, value: Any) -> Any:
-    """Return the value of a group's first rank on all its ranks. It is sent along a binomial tree."""
+    """Return the value of a group's first rank on all its ranks. It is sent along a binomial tree.
+
+    This blocks; it is for jobs of a background thread (`Lane`).
+
+    Args:
+        group: a group for messages in host memory.
+        value: plain data, of the types that `as_bytes` takes; used on the first rank alone.
+    """
     own, size, bit = group.index, len(group.ranks), 1
     if size == 1:
         return value
@@ -403,12 +451,12 @@ def _by_peer(tensors: Mapping[int, Tensor]) -> Messages:
 
 
 def not_empty(messages: Messages) -> Messages:
-    """Return the messages that are posted: those with elements."""
+    """Return the messages whose tensors have elements. Only these are posted."""
     return [(tensor, peer) for tensor, peer in messages if tensor.numel()]
 
 
 class LaneFuture(Generic[T]):
-    """The result of a job on a lane."""
+    """The result of a job that was submitted to a `Lane`, a background thread, and may not have ended yet."""
 
     def __init__(self, future: Future[HandedOver[T]], health: Health) -> None:
         self._future, self._health = future, health
@@ -439,14 +487,15 @@ class Worker:
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job after all earlier ones; at once if a job of this worker asks for it."""
+        """Run a job on the thread after all earlier ones, without waiting for it. If a job of this worker calls this,
+        run it at once."""
         if threading.current_thread() is self._thread:
             job()
         else:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after the jobs so far."""
+        """End the thread after the jobs that were given to it so far."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -456,7 +505,8 @@ class Worker:
 
 
 class Lane:
-    """An ordered background worker, on accelerators with a stream of its own.
+    """A background thread that runs jobs in order, such as packing and sending; on accelerators with a stream of its
+    own.
 
     Tensors pass between the caller's stream and the lane's only as a job's arguments and its result, where
     `used_on_current_stream` finds them.
@@ -466,7 +516,8 @@ class Lane:
         """Start the lane.
 
         Args:
-            worker: runs the jobs; by default a new one.
+            health: the watch over lost ranks, which ends waits for a job.
+            worker: the thread that runs the jobs; by default a new one.
         """
         self.name, self.worker = name, worker or Worker(name)
         self._device, self._health, self._stream = device, health, OwnStream(device)
@@ -484,14 +535,20 @@ class Lane:
         return LaneFuture(future, self._health)
 
     def close(self) -> None:
-        """End the lane after the jobs so far."""
+        """End the lane after the jobs that were submitted so far."""
         self._open = False
         self.worker.close()
 
     def _run(
         self, work: Callable[..., T], given: HandedOver[Any], future: Future[HandedOver[T]], inference: bool
     ) -> None:
-        """Run a job in the caller's inference mode and on the lane's stream."""
+        """Run a job in the caller's inference mode and on the lane's stream. Put its result or its error into `future`.
+
+        Args:
+            work: the job.
+            given: its arguments, handed over from the caller's stream.
+            inference: the caller's inference mode.
+        """
         try:
             # Tensors made in inference mode can be changed in place only in that mode, on any thread. Leaving the mode
             # turns gradients on, so they are turned off inside.

@@ -41,10 +41,10 @@ def block_mask(generator: np.random.Generator, size: int = 96) -> Mask:
 
 
 def cells_mask(generator: np.random.Generator, size: int) -> Mask:
-    """Return a mask of random cells on a grid of random phase, with sides from an eighth to a half of the image: bool
-    [size, size].
+    """Return a mask of random cells on a grid that may begin anywhere: bool [size, size].
 
-    A tile of a large slice sees a block mask like this. It may be empty.
+    A cell's side is an eighth to a half of the image. A tile of a large slice sees a block mask like this. It may be
+    empty.
     """
     side = int(generator.integers(size // 8, size // 2 + 1))
     phase = generator.integers(0, side, 2)
@@ -90,7 +90,7 @@ def half_plane_mask(generator: np.random.Generator, size: int) -> Mask:
 
 
 def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
-    """Return a mask of a random kind, never empty: bool [size, size].
+    """Return a mask of a kind chosen at random, never empty, True at pixels to restore: bool [size, size].
 
     36% are block masks, 15% other cells, 29% center masks (some shifted), the rest irregular.
     """
@@ -116,11 +116,10 @@ def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
 
 
 class Batch(NamedTuple):
-    """A batch of training samples."""
+    """A batch of training samples for the embedded model's transformer."""
 
-    # Noisy latents, the mask at every 8th pixel, and the latents of the masked image: its masked pixels are 0 in
-    # [-1, 1], and `encode` fills them smoothly.
-    input_BCHW: Tensor
+    # Masked pixels of the image are 0 in [-1, 1], and `encode` fills them smoothly.
+    input_BCHW: Tensor  # noisy latents, the mask at every 8th pixel, and the masked image's latents, along C (channels)
     sigma_B: Tensor  # noise levels
     target_BCHW: Tensor  # the velocity: noise minus clean latents
     share_B1HW: Tensor  # the weight of each token in the loss
@@ -166,18 +165,27 @@ def make_batch(
 
 
 def draw_sigma(count: int, shift: float, noise: torch.Generator) -> Tensor:
-    """Return noise levels [B], stratified over the batch and distributed as in the shifted schedule. A tenth are
-    exactly 1, where sampling starts."""
+    """Draw noise levels for a batch, [count], stratified and distributed as in the sampler's shifted schedule.
+
+    A tenth are exactly 1, where sampling starts.
+
+    Args:
+        shift: of the schedule.
+        noise: the generator of random numbers.
+    """
     uniform_B = (torch.arange(count) + torch.rand(count, generator=noise)) / count
     sigma_B = shift * uniform_B / (1 + (shift - 1) * uniform_B)
     return torch.where(torch.rand(count, generator=noise) < 0.1, torch.ones(()), sigma_B)
 
 
 def loss_of(model: Callable[..., Any], batch: Batch, scale: tuple[float, ...]) -> Tensor:
-    """Return the weighted squared error of the predicted velocity. A token's weight is the masked part of its 16 x 16
-    pixels.
+    """Return the weighted squared error of the velocity that a model predicts, as a tensor of one number.
 
-    scale: the VAE's `channel_scale`.
+    A token's weight is the masked part of its 16 x 16 pixels.
+
+    Args:
+        model: the transformer.
+        scale: the VAE's `channel_scale`.
     """
     device = batch.sigma_B.device
     prompt = {name: value.to(device) for name, value in prompt_embeddings(len(batch.sigma_B)).items()}
@@ -200,7 +208,11 @@ def loss_of(model: Callable[..., Any], batch: Batch, scale: tuple[float, ...]) -
 
 
 def new_model(config: Mapping[str, Any]) -> Any:
-    """Return a new transformer whose gates are nearly closed and whose output is zero. config: its settings."""
+    """Return a new transformer of the embedded model's kind, whose gates are nearly closed and whose output is zero.
+
+    Args:
+        config: its settings, as arguments of diffusers' SD3Transformer2DModel.
+    """
     from diffusers import SD3Transformer2DModel
 
     model = SD3Transformer2DModel(**config)
@@ -216,15 +228,15 @@ def new_model(config: Mapping[str, Any]) -> Any:
 
 
 def relative_rate(step: int, steps: int) -> float:
-    """Return the rate of a step relative to the highest: warm-up, plateau, linear decay to zero."""
+    """Return the learning rate of a training step relative to the highest: warm-up, plateau, linear decay to zero."""
     return min((step + 1) / WARM_UP, 1.0, (steps - step) / (steps * (1 - DECAY_FROM)))
 
 
 def orthogonalise(updates_NRC: Tensor) -> Tensor:
-    """Return matrices [N, rows, columns] with the same singular vectors and all singular values near 1 (Newton-Schulz).
+    """Return matrices with the singular vectors of the given ones and all singular values near 1 (Newton-Schulz).
 
-    Each step multiplies the matrix by a polynomial of its Gram matrix. So the steps run on the small square Gram
-    matrix, and the long matrix is multiplied once at the end.
+    Both are [N, rows, columns]. Each step multiplies the matrix by a polynomial of its Gram matrix. So the steps run on
+    the small square Gram matrix, and the long matrix is multiplied once at the end.
     """
     wide = updates_NRC.mT if updates_NRC.shape[1] > updates_NRC.shape[2] else updates_NRC
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -251,7 +263,11 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, rate: float) -> None:
-        """Optimise a model's parameters. rate: a factor on the rates for training from random weights."""
+        """Prepare to optimise a model's parameters.
+
+        Args:
+            rate: a factor on the learning rates, which are for training from random weights.
+        """
         self.rate, self.parameters = rate, [*model.parameters()]
         # The stream of the constant prompt is left to AdamW: Muon would spend half of its time there.
         matrices = {
@@ -289,11 +305,11 @@ class Optimizer:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `load_state`."""
+        """Return the optimiser's state, the momenta of both methods, for a checkpoint. `load_state` takes it."""
         return {"muon": [velocity_NRC for _, velocity_NRC in self.groups], "adam": self.adam.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of an optimiser of the same model."""
+        """Restore a state that `state` returned, of an optimiser of the same model."""
         for (_, velocity_NRC), kept_NRC in zip(self.groups, state["muon"], strict=True):
             velocity_NRC.copy_(kept_NRC)
         self.adam.load_state_dict(state["adam"])

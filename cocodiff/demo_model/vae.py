@@ -42,12 +42,16 @@ CHANNEL_SCALE = (
 
 @lru_cache(maxsize=16)
 def lapped_matrix(size: int, kept: int = BLOCK, angles: tuple[float, ...] = OVERLAP_ANGLES) -> Tensor:
-    """Return the transform of one axis: float32 [size / 8 * kept, size], with orthonormal rows ordered by block, then
-    frequency.
+    """Return the matrix that transforms one axis of an image: float32 [size / 8 * kept, size].
 
-    With `kept=8` it is square and orthogonal. The first and last 4 pixels of the image have no block to overlap with
-    and go into the DCT unchanged, so constant images stay in the first coefficient up to the border. Raise ValueError
-    if `size` is not a positive multiple of 8.
+    Its rows are orthonormal and ordered by block, then frequency. With `kept=8` it is square and orthogonal. The first
+    and last 4 pixels of the image have no block to overlap with and go into the DCT unchanged, so constant images stay
+    in the first coefficient up to the border. Raise ValueError if `size` is not a positive multiple of 8.
+
+    Args:
+        size: pixels of the axis.
+        kept: number of frequencies of each block of 8 pixels.
+        angles: the rotation across block borders, see OVERLAP_ANGLES.
     """
     if size < BLOCK or size % BLOCK:
         raise ValueError(f"{size} pixels on a side: must be a positive multiple of {BLOCK}")
@@ -133,12 +137,16 @@ class LappedTransformVAE(ModelMixin, ConfigMixin):
 
 
 def fill_holes(image_BHW: Tensor, known_BHW: Tensor) -> Tensor:
-    """Fill the pixels where `known_BHW` (bool) is False by a biharmonic (thin-plate) continuation of the others, coarse
-    to fine.
+    """Return images, float32 [B, H, W], in which unknown pixels continue the known ones smoothly (a biharmonic
+    continuation).
 
-    Images are float32 [B, H, W]. At every scale, from a few pixels up, the hole starts from the coarser solution. At
+    It goes from coarse to fine. At every scale, from a few pixels up, the hole starts from the coarser solution. At
     most `ITERATIONS` steps of conjugate gradients then reduce the sum of squared Laplacians. An image with nothing
     known becomes 0.
+
+    Args:
+        image_BHW: float32 images.
+        known_BHW: bool, False at the pixels to fill.
     """
     height, width = image_BHW.shape[1:]
     image_BHW = image_BHW * known_BHW
@@ -154,8 +162,14 @@ def fill_holes(image_BHW: Tensor, known_BHW: Tensor) -> Tensor:
 
 
 def _relax(image_BHW: Tensor, hole_BHW: Tensor) -> Tensor:
-    """Return the images after ITERATIONS steps of conjugate gradients on the hole's pixels, for each image
-    separately."""
+    """Return images whose hole was made smoother, by ITERATIONS steps of conjugate gradients for each image separately.
+
+    The sum of squared Laplacians is reduced.
+
+    Args:
+        image_BHW: the images, with a first guess in the hole.
+        hole_BHW: 1 at pixels that may change, 0 at others.
+    """
     residual = -hole_BHW * _laplacian(_laplacian(image_BHW))
     direction, size = residual, (residual * residual).sum((1, 2), keepdim=True)
     for _ in range(ITERATIONS):
@@ -169,8 +183,8 @@ def _relax(image_BHW: Tensor, hole_BHW: Tensor) -> Tensor:
 
 
 def _laplacian(image_BHW: Tensor) -> Tensor:
-    """Return the sum of differences to the four neighbours; beyond its border the image continues with its edge
-    values."""
+    """Return, for each pixel, the sum of its four neighbours' differences to it. Beyond its border an image continues
+    with its edge values."""
     rows, columns = image_BHW.diff(dim=1), image_BHW.diff(dim=2)
     sum_BHW = functional.pad(rows, (0, 0, 0, 1))
     sum_BHW[:, 1:] -= rows

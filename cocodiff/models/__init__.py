@@ -23,18 +23,24 @@ FAMILIES: dict[str, str] = {
 
 
 def load_family(name: str) -> Family:
-    """Return the family of a name in FAMILIES."""
+    """Return the description of the model family with this name, one of the keys of FAMILIES."""
     return load(FAMILIES, name)
 
 
 def families() -> Iterator[Family]:
-    """Return all families."""
+    """Return the descriptions of all model families."""
     return map(load_family, FAMILIES)
 
 
 def family_of(model: object, plan: object = None) -> Family:
-    """Return the family of a transformer, or one that runs it by a plan (`by_plan.py`). Raise UserError if there is
-    neither."""
+    """Return the description of the family that a transformer belongs to, or one by which a plan runs it
+    (`by_plan.py`).
+
+    Raise UserError if there is neither.
+
+    Args:
+        plan: the user's plan of where tokens are cut and gathered, which precedes the family; None to look it up.
+    """
     for family in families() if plan is None else ():
         if family.has(type(model)):
             return family
@@ -42,9 +48,15 @@ def family_of(model: object, plan: object = None) -> Family:
 
 
 def pipelines_of(pipeline: str, model: str, transformer: str = "") -> Pipelines:
-    """Return the pipelines that share their weights with the class that a model's `model_index.json` names.
-    transformer: class of its transformer, which may run by a plan without a family. Raise UserError for a class that
-    neither has."""
+    """Return the set of diffusers' pipelines that can load a model's weights.
+
+    Raise UserError if the model's pipeline is not known.
+
+    Args:
+        pipeline: the class that the model's `model_index.json` names.
+        model: the model's name, for the error.
+        transformer: class of its transformer, which may run by a plan without a family.
+    """
     known = [pipelines for family in families() for pipelines in family.pipelines]
     for pipelines in known:
         if pipeline in pipelines.classes:
@@ -59,8 +71,11 @@ def pipelines_of(pipeline: str, model: str, transformer: str = "") -> Pipelines:
 
 
 def experts_of(target: Any) -> list[Any]:
-    """Return the transformers of a pipeline, or a bare transformer as a list. Wan 2.2 has two that take turns in a run.
-    Raise UserError if there is none, or for two of different classes."""
+    """Return the transformers of a pipeline as a list; of a bare transformer, itself. Wan 2.2 has two that take turns
+    in a run.
+
+    Raise UserError if there is none, or for two of different classes.
+    """
     from torch import nn
 
     found = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in EXPERTS]

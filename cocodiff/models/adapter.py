@@ -24,18 +24,31 @@ IMAGE, TEXT = "image", "text"
 
 
 def image_segment(tokens: int) -> Segment:
-    """Return the segment of an image. Every rank has some of its tokens. They change little from step to step, so
-    V-Major may leave some unsent."""
+    """Return the description of an image's tokens as a part (segment) of the sequence. Every rank has some of them.
+
+    They change little from step to step, so V-Major, a codec, may leave some unsent.
+
+    Args:
+        tokens: their number on all ranks together.
+    """
     return Segment(IMAGE, tokens, on_every_rank=True, may_stay=True)
 
 
 def text_segment(tokens: int) -> Segment:
-    """Return the segment of a text. It has few tokens, and some ranks may have none."""
+    """Return the description of a text's tokens as a part (segment) of the sequence. They are few, and some ranks may
+    have none.
+
+    Args:
+        tokens: their number on all ranks together.
+    """
     return Segment(TEXT, tokens, extras_from="back")
 
 
 def image_and_text(image_tokens: int, text_tokens: int, text_first: bool = False) -> tuple[Segment, Segment]:
-    """Return the segments of joint attention over an image and a text, in the model's order."""
+    """Return the two parts (segments) of a sequence for joint attention over an image and a text, in the model's order.
+
+    The numbers of tokens are those on all ranks together.
+    """
     image, text = image_segment(image_tokens), text_segment(text_tokens)
     return (text, image) if text_first else (image, text)
 
@@ -46,23 +59,39 @@ Forward = Callable[..., Any]  # a module's forward, with the module as its first
 
 
 class Host(Protocol):
-    """The engine, as attention processors see it: it runs a model on several ranks."""
+    """The engine, as attention processors use it. It runs a model on several ranks."""
 
     @property
     def segments(self) -> Segments:
-        """The segments of the model's current call, from the adapter."""
+        """The parts of the sequence (such as image and text) in the model's current call, as the adapter has named
+        them."""
         ...
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
-        """Return attention of this rank's rows to all rows: [B, L, H, D]. layer: name of the module that attends."""
+        """Return attention of this rank's tokens to the tokens of all ranks: [B, L, H, D].
+
+        Args:
+            qkv: this rank's queries, keys and values, computed when they are asked for.
+            layer: name of the module that attends.
+        """
         ...
 
 
 class AttentionProcessor:
-    """The base of the families' attention processors."""
+    """The base of the attention processors that replace diffusers' own in a model that several ranks run.
+
+    They project q, k and v of this rank's tokens, and have the engine compute attention over all ranks' tokens.
+    """
 
     def __init__(self, host: Host, layer: str, kernels: Kernels, replaced: Any) -> None:
-        """Stand in for the processor `replaced`. layer: name of the module that attends."""
+        """Stand in for a processor of diffusers.
+
+        Args:
+            host: the engine.
+            layer: name of the module that attends.
+            kernels: the operations to compute with.
+            replaced: the processor that this one stands in for.
+        """
         self._host, self._layer, self._kernels, self._replaced = host, layer, kernels, replaced
 
     def _attend(self, qkv: LazyQKV) -> Tensor:
@@ -70,29 +99,40 @@ class AttentionProcessor:
 
 
 class Adapter:
-    """One model family's behaviour in parallel. The defaults suit most families; a family overrides what differs."""
+    """The description of one family of transformers, by which several ranks run them: attention to replace, tokens to
+    cut.
+
+    The defaults suit most families; a family overrides what differs.
+    """
 
     unsupported: ClassVar[dict[str, str]] = {}  # arguments that are wrong for a rank's part of the tokens: the reasons
-    # by name of module, the cuts of its arguments and outputs into ranks' tokens, and gathers: see `models.plan`
-    plan: Plan = NOWHERE
+    # by name of module; see `models.plan`
+    plan: Plan = NOWHERE  # where tokens are cut into each rank's own, and gathered again
     attention_kwargs = "joint_attention_kwargs"  # the argument that is passed on to attention processors
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
-        """Return our processor for each of diffusers' processors that computes just the family's plain attention."""
+        """Return, for each class of diffusers' attention processors that this family supports, our class that replaces
+        it.
+
+        Diffusers' class has to compute just the family's plain attention.
+        """
         return {}
 
     def blocks(self) -> dict[type, Forward]:
-        """Return our forward for some of diffusers' classes of blocks. It computes the same, and gives
-        `LazyQKV.meanwhile` the work beside attention. A block whose forward was replaced by others keeps that one."""
+        """Return, for some of diffusers' classes of transformer blocks, a function that replaces the block's forward.
+
+        It computes the same, but leaves work beside attention to `LazyQKV.meanwhile`, which runs while messages are
+        sent. A block whose forward was replaced by others keeps that one.
+        """
         return {}
 
     def attention_arguments(self, model: Any) -> set[str]:
-        """Return the names of arguments that may be passed on to attention: the scale of LoRA layers, which diffusers
-        removes."""
+        """Return the names of entries of `attention_kwargs`, a call's argument, that may be passed on to attention: the
+        scale of LoRA layers, which diffusers removes."""
         return {"scale"}
 
     def check_call(self, model: Any, arguments: Arguments) -> None:
-        """Raise UserError for arguments of a call that would be wrong for a rank's part of the tokens."""
+        """Raise UserError if arguments of a call of the model would give wrong results on a part of the tokens."""
         for name, reason in self.unsupported.items():
             if arguments.get(name) is not None:
                 raise UserError(reason)
@@ -104,8 +144,15 @@ class Adapter:
             )
 
     def _check_residuals(self, arguments: Arguments, tokens: Mapping[str, int]) -> None:
-        """Raise UserError for a ControlNet's residuals that cannot be cut. They are the lists that the plan cuts at the
-        model's call. tokens: number of each segment."""
+        """Raise UserError if a ControlNet's residuals, given as arguments of a call, cannot be cut into each rank's
+        tokens.
+
+        They are the lists of tensors that the plan cuts at the model's call.
+
+        Args:
+            arguments: those of the call, by name.
+            tokens: number of tokens of each segment (image, text), by its name.
+        """
         for name, cut in self.plan.get("", {}).items():
             given = arguments.get(name)
             for x in given if isinstance(given, list | tuple) else ():
@@ -116,22 +163,29 @@ class Adapter:
                     )
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
-        """Return the segments of joint attention in a call of the model, in the model's order, from the call's
-        arguments."""
+        """Return the parts of the sequence that joint attention covers in a call of the model, in the model's order,
+        with their numbers of tokens.
+
+        Args:
+            arguments: those of the call, by name.
+        """
         image, text = arguments["hidden_states"].shape[1], arguments["encoder_hidden_states"].shape[1]
         return image_and_text(image, text, text_first=True)
 
     def heads(self, model: Any) -> tuple[int, int]:
-        """Return the number of attention heads and the channels of a head, by which a mesh is chosen."""
+        """Return the number of attention heads and the channels of a head. The division of ranks is chosen by them."""
         return model.config.num_attention_heads, model.config.attention_head_dim
 
     def exchange_settings(self, settings: Any) -> Any:
-        """Return the settings for an exchange between several ranks. Raise UserError for those without a parallel form
-        here."""
+        """Return the settings with which several ranks run this family, which may differ from the given ones.
+
+        Raise UserError for settings without a parallel form here. The default returns the given ones.
+        """
         return settings
 
     def called_with(self, arguments: Arguments) -> tuple[Tensor, Any, Tensor | None]:
-        """Return the sample that a call denoises, its timestep, and the text. The latter two may be None."""
+        """Return from a call's arguments the sample that it denoises, its timestep, and the text. The latter two may be
+        None."""
         return arguments["hidden_states"], arguments.get("timestep"), arguments.get("encoder_hidden_states")
 
     def attach(self, model: nn.Module, host: Any, kernels: Kernels) -> Callable[[], None]:
@@ -140,6 +194,10 @@ class Adapter:
 
         Raise UserError, with the model as it was, if a module does anything else than the family's plain attention by
         torch's own kernels in one process: it would attend to this rank's tokens alone.
+
+        Args:
+            host: the engine.
+            kernels: the operations to compute with.
         """
         # Module by module in one pass: `model.set_attn_processor` makes three passes over the whole model.
         attending = [(name, module, module.processor) for name, module in attention_modules(model)]
@@ -162,7 +220,7 @@ class Adapter:
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules that attend, with their names."""
+    """Return the name and module of every module in a model that has an attention processor."""
     return [(name, module) for name, module in model.named_modules() if attends(module)]
 
 
@@ -172,19 +230,38 @@ def attends(module: nn.Module) -> bool:
 
 
 def put_back(module: Any, own: Any, before: Any) -> None:
-    """Give a module its former processor, unless its processor is no longer ours."""
+    """Give an attention module its former processor again, unless someone has replaced ours since.
+
+    Args:
+        own: our processor, which was put there.
+        before: the former one.
+    """
     if module.processor is own:  # else a caller has replaced it since
         module.set_processor(before)
 
 
 def compute_block(block: nn.Module, ours: Forward, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Run our forward of a block, or the block's own if that is not its class's."""
+    """Run our forward of a transformer block; or the block's own, if others have replaced that.
+
+    Args:
+        block: the block.
+        ours: our function, called with the block first.
+        forward: the block's forward as it is.
+        args: the call's arguments by position.
+        kwargs: the call's arguments by name.
+    """
     is_plain = forward == MethodType(type(block).forward, block)
     return ours(block, *args, **kwargs) if is_plain else forward(*args, **kwargs)
 
 
 def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
-    """Raise UserError if a module's processor is no longer ours. placed: name, module and processor of each."""
+    """Raise UserError if a module's attention processor is no longer the one that was put there.
+
+    It is a hook that runs before each call of the model.
+
+    Args:
+        placed: name, module and our processor of each.
+    """
     for name, module, own in placed:
         if module.processor is not own:
             raise UserError(
@@ -194,8 +271,10 @@ def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
 
 
 def form_of(value: Any) -> Any:
-    """Return a key for the form of a call: shapes and dtypes of tensors, and values of other arguments. Calls of one
-    form attend in the same way."""
+    """Return a key for the form of a call's arguments: shapes and dtypes of tensors, and values of other arguments.
+
+    Calls with equal keys attend in the same way, so that what was found in the first of them holds for all.
+    """
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, dict):
@@ -206,13 +285,19 @@ def form_of(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors in a value, in an order that depends only on its structure."""
+    """Return all tensors in nested lists, tuples and dicts, in an order that depends only on the structure."""
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def check_plain(name: str, module: Any, processor: Any, plain: Container[type]) -> None:
-    """Raise UserError if a module's processor or projections do not compute plain attention. plain: supported
-    processors."""
+    """Raise UserError if an attention module computes anything else than plain attention.
+
+    Args:
+        name: the module's name, for the error.
+        module: the module, whose projections must not be fused; None to not check that.
+        processor: its processor.
+        plain: the supported classes of processors.
+    """
     if type(processor) not in plain:
         raise UserError(
             f"{name}.processor is a {type(processor).__name__}, which has no parallel form (plain joint attention "

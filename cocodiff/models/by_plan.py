@@ -35,7 +35,10 @@ from cocodiff.topology.layout import Segment, Segments
 
 
 class PlanAdapter(Adapter):
-    """The adapter of a class of transformers that runs by a plan."""
+    """The adapter of transformers that several ranks run by a plan alone: where tokens are cut and gathered.
+
+    Attention is intercepted where torch computes it. So a class of transformers needs no adapter of its own.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -44,7 +47,7 @@ class PlanAdapter(Adapter):
         return
 
     def segments(self, model: Any, arguments: Arguments) -> Segments:
-        """Return no segments: they are found when the call's tokens are cut."""
+        """Return (): here the parts of the sequence are found when the call's tokens are cut."""
         return ()
 
     def heads(self, model: Any) -> tuple[int, int]:
@@ -81,8 +84,13 @@ class PlanAdapter(Adapter):
 
 
 def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Family:
-    """Return a family that runs a model by a plan: `plan`, one of ours, or its class's own. Raise UserError if there is
-    none."""
+    """Return the description of a family for one model that runs by a plan. Raise UserError if there is no plan.
+
+    Args:
+        model: the transformer.
+        plan: the user's plan; None for this project's or else diffusers' own for the model's class.
+        families: names of the known families, for the error.
+    """
     kind, plan = type(model), plan_of(model) if plan is None else plan
     if plan is None:
         raise UserError(
@@ -94,27 +102,37 @@ def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Fa
 
 
 def check_attention(modules: Iterable[tuple[str, Any]]) -> None:
-    """Raise UserError for attention that torch's function does not compute. Fused projections are allowed."""
+    """Raise UserError if attention modules have processors whose attention torch's own function does not compute.
+
+    Fused projections are allowed.
+
+    Args:
+        modules: attention modules with their names.
+    """
     for name, module in modules:
         check_plain(name, None, module.processor, (type(module.processor),))
 
 
 class PlannedModel(ShardedModel):
-    """A model that runs by a plan, while the engine is entered."""
+    """A model that several ranks run by a plan (where tokens are cut and gathered), while the engine is entered.
+
+    In the first call with arguments of some shapes it finds out which tokens each attention has; later calls use that.
+    """
 
     def __init__(self, plan: Plan, model: nn.Module, host: Any) -> None:
         super().__init__(plan, model, host)
         self._attending = attention_modules(model)
         self._attention = PlannedAttention(host, (name for name, _ in self._attending))
         self._signature = signature_of(model)
-        # By the form of a call: how each attention is computed, and the segment of each gather.
+        # By the form of a call: how each attention is computed, and the part of the sequence that each gather has.
         self._known: dict[Any, tuple[dict[LayerName, Followed], dict[str, Segment]]] = {}
         self._marks: Marks | None = None  # the tensors with own tokens, in the first call of a form
         self._within: AbstractContextManager[Any]  # entered in modules that attend
         self._begin(None)
 
     def attach(self) -> Callable[[], None]:
-        """Put hooks on the model and replace its forward. Return a function that undoes this."""
+        """Put hooks on the model and replace its forward. Return a function that undoes this. The engine calls it when
+        entered."""
         undo = ExitStack()
         for step in self._steps:
             if step.name:
@@ -129,7 +147,13 @@ class PlannedModel(ShardedModel):
     # One call of the model ------------------------------------------------------------------------------------------
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model: cut its arguments, replace its attention, gather its outputs."""
+        """Run a call of the model: cut its arguments, replace its attention, gather its outputs. Return the output.
+
+        Args:
+            forward: the model's own forward.
+            args: the call's arguments by position.
+            kwargs: the call's arguments by name.
+        """
         # A user may have changed the model since it was entered.
         check_attention(self._attending)
         self._check_in_place()
@@ -161,7 +185,11 @@ class PlannedModel(ShardedModel):
         return output
 
     def _begin(self, form: Any) -> None:
-        """Reset what is known of the current call. form: its form, None outside of calls."""
+        """Reset what is known of the current call.
+
+        Args:
+            form: key of the call by the shapes of its arguments, see `form_of`; None outside of calls.
+        """
         self._followed, self._leaving = self._known.get(form, ({}, {}))
         self._marks = Marks() if form not in self._known else None
         self._of_length: dict[int, Segment] = {}
@@ -172,7 +200,14 @@ class PlannedModel(ShardedModel):
         self._attention.begin(self._followed, self._marks)
 
     def _enter(self, name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note that an attention module is called, and begin to intercept torch's attention."""
+        """Record that an attention module is called, and begin to intercept torch's attention. It is a hook before its
+        forward.
+
+        Args:
+            name: name of the module.
+            args: the call's arguments by position.
+            kwargs: the call's arguments by name.
+        """
         if not self._inside:  # entered twice, it would intercept its own calls
             self._within.__enter__()
         self._inside.append(name)
@@ -180,15 +215,20 @@ class PlannedModel(ShardedModel):
             self._called[kind_of(name)] = f"{type(module).__name__} with {type(module.processor).__name__}"
 
     def _leave(self) -> None:
-        """Note that an attention module has returned."""
+        """Record that the attention module called last has returned, and stop intercepting torch's attention after the
+        outermost."""
         if self._inside:
             self._inside.pop()
             if not self._inside:
                 self._within.__exit__(None, None, None)
 
     def _check_followed(self) -> None:
-        """Raise UserError for attention to own tokens that torch's function did not compute. Some blocks may skip
-        theirs (LTX-2's guidance by perturbed attention), but not all of a kind."""
+        """Raise UserError if attention modules received this rank's tokens, and torch's function computed none of their
+        kind.
+
+        It is called at the end of a first call. Some blocks may skip their attention (LTX-2's guidance by perturbed
+        attention), but not all of a kind.
+        """
         for kind in self._called.keys() - {kind_of(name) for name in self._followed}:
             raise UserError(
                 f"{kind}, {self._called[kind]}, attends to a shard by other means than torch's "
@@ -196,8 +236,14 @@ class PlannedModel(ShardedModel):
             )
 
     def _check_all_are_cut(self, given: Arguments, error: RuntimeError) -> None:
-        """Raise a RuntimeError that names uncut arguments which may have as many tokens as cut ones, if a first call
-        has failed. Else return."""
+        """Raise a RuntimeError that names arguments which the plan should probably cut, after a first call has failed.
+
+        These may have as many tokens as the cut ones. Return if there are none.
+
+        Args:
+            given: the call's arguments by name; the first one, the sample, is removed.
+            error: the error of the call.
+        """
         sample, cut = next(iter(given)), {name for step in self._steps for name in step.arguments}
         sides = tensors_in(given.pop(sample))[0].shape[2:]  # sides of the sample, which becomes the tokens
         whole = [
@@ -214,7 +260,13 @@ class PlannedModel(ShardedModel):
             ) from error
 
     def _cut(self, cut: Cut, whole: Tensor, name: str) -> Tensor:
-        """Return this rank's tokens of a tensor. Raise UserError if the plan does not fit it."""
+        """Return this rank's tokens of a tensor that has all of them. Raise UserError if the plan does not fit it.
+
+        Args:
+            cut: the dimension and the names of the tokens.
+            whole: the tensor.
+            name: the argument's or output's name, for errors.
+        """
         if self._marks is not None and whole in self._marks:
             raise UserError(f"the plan cuts {name!r} a second time: its tokens are cut before")
         tokens = whole.shape[cut.dim]
@@ -233,8 +285,14 @@ class PlannedModel(ShardedModel):
         return own
 
     def _segment(self, tokens: int, name: str) -> Segment:
-        """Return the segment of so many tokens. Tensors with equally many tokens share a segment, as these are divided
-        equally in any case."""
+        """Return the part of the sequence with this number of tokens; it is added to the sequence at its first use.
+
+        Tensors with equally many tokens share a segment, as these are divided equally in any case.
+
+        Args:
+            tokens: their number on all ranks together.
+            name: name for a new segment.
+        """
         if tokens not in self._of_length:
             taken = {one.name for one in self._of_length.values()}
             new = Segment(name if name not in taken else f"{name} ({tokens})", tokens, on_every_rank=True)
@@ -243,7 +301,15 @@ class PlannedModel(ShardedModel):
         return self._of_length[tokens]
 
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
-        """Return all tokens of a tensor. Raise UserError if the tensor does not hold one segment's own tokens."""
+        """Return the tokens of all ranks, gathered from each rank's own. All ranks call this.
+
+        Raise UserError if the tensor does not hold one segment's own tokens.
+
+        Args:
+            gather: the dimension of the tokens.
+            x: this rank's tokens.
+            name: the output's name, for errors.
+        """
         rows, sequence = x.shape[gather.dim], self._host.sequence
         if self._marks is not None:
             facts = sequence.transport.values_of_all([rows, x in self._marks])
@@ -262,7 +328,12 @@ class PlannedModel(ShardedModel):
         return whole
 
     def _attend(self, *qkv: Tensor, **call: Any) -> Tensor:
-        """Compute one attention call of torch, in the attention module that is being called."""
+        """Return the result of one attention call of torch, for the attention module that is being called.
+
+        Args:
+            qkv: query, key and value.
+            call: further arguments of torch's function, by name.
+        """
         return self._attention.attend(self._inside[-1] if self._inside else OUTSIDE, *qkv, **call)
 
 
@@ -270,7 +341,7 @@ OUTSIDE = "attention"  # name of the layer for attention outside of attention mo
 
 
 def _first_tensor(value: Any) -> Any:
-    """Return the first tensor of nested lists, or the value itself."""
+    """Return the first tensor in nested lists or tuples, or the value itself if it is neither."""
     while isinstance(value, list | tuple) and value:
         value = value[0]
     return value

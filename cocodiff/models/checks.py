@@ -20,7 +20,7 @@ COUNTING_CACHES = ("PyramidAttentionBroadcastHook", "MagCacheHeadHook", "MagCach
 
 
 def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], is_traced: bool = False) -> None:
-    """Raise UserError for modules that torch.compile has compiled.
+    """Raise UserError for modules of a model that torch.compile has compiled.
 
     Args:
         modules: with their names, "" for the transformer itself
@@ -35,7 +35,8 @@ def check_not_compiled(modules: Iterable[tuple[str, nn.Module]], is_traced: bool
 
 
 def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a model's hook that raises UserError if torch.compile traces the model's caller."""
+    """Wrap a hook of a model, so that it raises UserError if torch.compile traces the model's caller. Return the
+    hook."""
 
     def call(is_traced: bool, model: nn.Module, *arguments: Any) -> Any:
         check_not_compiled([("", model)], is_traced=is_traced)
@@ -46,9 +47,10 @@ def never_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_caches(modules: Iterable[tuple[str, nn.Module]], own: str, ranks: int) -> str:
-    """Return the class name of a cache hook of diffusers on a model, "" if there is none. Raise UserError for a cache
-    beside `step_cache`, and on several ranks for one by which each rank decides itself what to compute: ranks that
-    disagree wait for each other forever.
+    """Return the class name of a hook by which diffusers caches blocks' outputs, "" if the model has none.
+
+    Raise UserError for such a cache beside our `step_cache`. On several ranks raise it also for a cache by which each
+    rank decides itself what to compute: ranks that disagree wait for each other forever.
 
     Args:
         modules: with their names, the transformer first
@@ -76,23 +78,34 @@ def check_caches(modules: Iterable[tuple[str, nn.Module]], own: str, ranks: int)
 
 
 def stateful_hooks(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
-    """Yield diffusers' hooks that keep something between calls, with the names of their modules."""
+    """Yield diffusers' hooks that keep something between calls, each as the name of its module and the hook.
+
+    Args:
+        modules: with their names.
+    """
     for name, module in modules:
         registry: Any = vars(module).get("_diffusers_hook")
         yield from ((name, hook) for hook in (registry.hooks.values() if registry else ()) if hook._is_stateful)
 
 
 def called_often(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the transformer and its blocks, with names. Compilers and caches are put on these; they are few enough to
-    check in each call."""
+    """Return the transformer and its blocks, with names. These are checked in each call.
+
+    Compilers and caches are put on these modules, and they are few enough.
+    """
     lists = [(name, part) for name, part in model.named_children() if isinstance(part, nn.ModuleList)]
     return [("", model), *((f"{name}.{number}", block) for name, part in lists for number, block in enumerate(part))]
 
 
 def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """Raise UserError for a call whose gradients are wanted, since none pass between ranks. They are wanted if an
-    argument requires them or the model is in training mode. Parameters alone require them in every script without
-    `no_grad`."""
+    """Raise UserError for a call of the model whose gradients are wanted, since none pass between ranks.
+
+    They are wanted if an argument requires them or the model is in training mode. Parameters alone require them in
+    every script without `no_grad`.
+
+    Args:
+        arguments: those of the call, by name.
+    """
     if not torch.is_grad_enabled():
         return
     wanted = [name for name, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
@@ -106,12 +119,19 @@ def check_no_gradients(model: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 def signature_of(module: Any) -> inspect.Signature:
-    """Return the signature of a module's forward in its class. A replaced `forward` may take `*args`."""
+    """Return the signature of a module's forward as its class defines it. A `forward` that replaces it may take
+    `*args`."""
     return inspect.signature(MethodType(type(module).forward, module))
 
 
 def replace(of: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute. Return a function that puts the old one back, unless others have set it since."""
+    """Set an attribute of an object. Return a function that puts the old one back, unless others have set it since.
+
+    Args:
+        of: the object.
+        name: the attribute.
+        value: its new value.
+    """
     before = vars(of).get(name, of)
     vars(of)[name] = value
 
@@ -123,8 +143,10 @@ def replace(of: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def replace_forward(module: Any, compute: Callable[..., Any]) -> Callable[[], None]:
-    """Have `compute(forward, ...)` called in place of a module's `forward(...)`; of several the last one is outermost.
-    Return a function that undoes this, also for references to the module's call that others keep."""
+    """Have `compute(forward, ...)` called in place of a module's `forward(...)`. Return a function that undoes this.
+
+    If several are set, the last one is outermost. It holds also for references to the module's call that others keep.
+    """
     call = module._call_impl
     if getattr(call, "func", None) is not call_with:
         call = module._call_impl = partial(call_with, [], module, call)
@@ -140,8 +162,14 @@ def replace_forward(module: Any, compute: Callable[..., Any]) -> Callable[[], No
 
 
 def call_with(computes: list[Any], module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a module with `computes` around its forward. It replaces torch's `_call_impl`, which looks up `forward` and
-    runs the module's hooks."""
+    """Call a module, with functions around its forward.
+
+    It replaces torch's `_call_impl`, which looks up `forward` and runs the module's hooks.
+
+    Args:
+        computes: the functions, each called with the next forward and the arguments; the last one is outermost.
+        call: torch's `_call_impl` of the module.
+    """
     forward = module.forward
     for compute in computes:
         forward = wraps(forward)(partial(compute, forward))

@@ -30,7 +30,7 @@ TOKENS: Plan = {"": CALL | RESIDUALS, "proj_out": Gather(tokens=IMAGE)}
 
 
 class FluxAdapter(Adapter):
-    """The adapter of FLUX.1."""
+    """The adapter of FLUX.1, by which several ranks run its transformer: attention to replace, and tokens to cut."""
 
     plan = TOKENS
 
@@ -52,8 +52,11 @@ class FluxAdapter(Adapter):
 
 class FluxAttentionProcessor(AttentionProcessor):
     """The attention of diffusers' FluxAttnProcessor, FluxIPAdapterAttnProcessor and Flux2AttnProcessor, computed by the
-    engine. In single blocks the hidden states are text and image rows in one. An IP-Adapter needs no exchange: every
-    rank has all tokens of the prompting images, and its own tokens attend to these while q and k are sent."""
+    engine on several ranks.
+
+    In single blocks the hidden states are text and image rows in one. An IP-Adapter needs no exchange: every rank has
+    all tokens of the prompting images, and its own tokens attend to these while q and k are sent.
+    """
 
     takes_images: ClassVar[bool] = False  # True with an IP-Adapter
 
@@ -87,8 +90,10 @@ class FluxAttentionProcessor(AttentionProcessor):
 
 
 class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
-    """A processor with an IP-Adapter. It is a module, since the weights of the processor that it replaces are part of
-    the model."""
+    """The attention processor for FLUX.1 with an IP-Adapter, which prompts by images.
+
+    It is a module, since the weights of the processor that it replaces are part of the model.
+    """
 
     takes_images = True
 
@@ -98,7 +103,7 @@ class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
 
     @property
     def scale(self) -> list[float]:
-        """The weight of each adapter's image, as `set_ip_adapter_scale` has set it."""
+        """The weight of each adapter's image, as diffusers' `set_ip_adapter_scale` has set it."""
         return self._replaced.scale
 
     @scale.setter
@@ -107,7 +112,14 @@ class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
 
 
 def prompted(adapters: Any, attn: Any, q_BLC: Tensor, images: Sequence[Tensor]) -> Tensor:
-    """Return the attention of own tokens to the prompting images, summed over the adapters: [B, L, C]."""
+    """Return the attention of this rank's tokens to the prompting images, summed over the IP-Adapters: [B, L, C].
+
+    Args:
+        adapters: diffusers' processor with the adapters' weights and scales.
+        attn: diffusers' attention module.
+        q_BLC: the tokens' queries before normalisation.
+        images: for each adapter, the tokens of its images.
+    """
     q_BHLD, out_BLC = attn.norm_q(heads_of(q_BLC, attn.heads)).transpose(1, 2), torch.zeros_like(q_BLC)
     for x, scale, *to_kv in zip(images, adapters.scale, adapters.to_k_ip, adapters.to_v_ip, strict=False):
         k, v = (heads_of(to(x).flatten(1, -2), attn.heads).transpose(1, 2) for to in to_kv)
@@ -117,7 +129,7 @@ def prompted(adapters: Any, attn: Any, q_BLC: Tensor, images: Sequence[Tensor]) 
 
 
 def rotary_of(angles: Angles | None) -> Rotary:
-    """Return the rotary embedding of all this rank's rows."""
+    """Return cos and sin of all this rank's rows as a rotary embedding; None gives the one that rotates nothing."""
     return UNTURNED if angles is None else Rotary("pairs", angles)
 
 
@@ -129,8 +141,10 @@ def single_block(
     image_rotary_emb: Angles | None = None,
     joint_attention_kwargs: Arguments | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute diffusers' FluxSingleTransformerBlock. Its MLP, which needs no attention, is work for while q and k are
-    sent."""
+    """Compute diffusers' FluxSingleTransformerBlock. Return the text's and the image's rows, each [B, L, C].
+
+    Its MLP, which needs no attention, is computed while q and k are sent.
+    """
     text_rows = encoder_hidden_states.shape[1]
     x_BLC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
     normed_BLC, gate_BC = block.norm(x_BLC, emb=temb)

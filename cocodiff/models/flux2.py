@@ -20,7 +20,7 @@ TOKENS: Plan = {"": CALL, "proj_out": Gather(tokens=IMAGE)}
 
 
 class Flux2Adapter(FluxAdapter):
-    """The adapter of FLUX.2."""
+    """The adapter of FLUX.2, by which several ranks run its transformer: attention to replace, and tokens to cut."""
 
     unsupported: ClassVar = {
         "kv_cache_mode": "the cache of reference images' keys and values is for all tokens, a rank holds some: "
@@ -38,9 +38,11 @@ class Flux2Adapter(FluxAdapter):
 
 
 class Flux2SingleProcessor(AttentionProcessor):
-    """The attention of diffusers' Flux2ParallelSelfAttnProcessor, computed by the engine. If v is needed first, it is
-    computed from its own rows of the fused weight. The MLP needs no attention: it is work for while q and k are
-    sent."""
+    """The attention of diffusers' Flux2ParallelSelfAttnProcessor, computed by the engine on several ranks.
+
+    If v is needed first, it is computed from its own rows of the fused weight. The MLP needs no attention: it is
+    computed while q and k are sent.
+    """
 
     def __call__(
         self,

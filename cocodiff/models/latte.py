@@ -34,7 +34,8 @@ WITHOUT = {"selection": "full", "arrival": "now", "step_cache": "none", "compile
 
 
 class LatteAdapter(Adapter):
-    """The adapter of Latte."""
+    """The adapter of Latte, a model of videos, by which several ranks run its transformer: hidden states are transposed
+    between blocks, and no attention is split."""
 
     plan = TOKENS
     early = 0.5  # the part of a transpose that is sent while the block before it computes: see `Transposes`
@@ -62,8 +63,8 @@ class LatteAdapter(Adapter):
         return settings.with_(ring=1, chunks=1)
 
     def heads(self, model: Any) -> tuple[int, int]:
-        """Return the number of places, which are divided among ranks as heads are in other models, and their
-        channels."""
+        """Return the number of places (tokens of a frame), which are divided among ranks as heads are in other models,
+        and their channels."""
         config = model.config
         return (config.sample_size // config.patch_size) ** 2, config.num_attention_heads * config.attention_head_dim
 
@@ -85,8 +86,12 @@ class LatteAdapter(Adapter):
 
 
 class LatteModel(ShardedModel):
-    """A Latte model, while the engine is entered. In a call that ranks share, blocks take [B * own, other, C]: spatial
-    ones own frames and all places, temporal ones own places and all frames."""
+    """A Latte model on several ranks, while the engine is entered.
+
+    Latte makes videos by spatial blocks, which attend within a frame, and temporal ones, which attend across frames. In
+    a call that ranks share, spatial blocks take this rank's frames with all their places (tokens), and temporal blocks
+    this rank's places in all frames. Each is [B * own, other, C], where C is channels.
+    """
 
     _model: Any
 
@@ -111,7 +116,13 @@ class LatteModel(ShardedModel):
         return undo.close
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, with transposes if several ranks share it."""
+        """Run a call of the model, with transposes between blocks if several ranks share it. Return the output.
+
+        Args:
+            forward: the model's own forward.
+            args: the call's arguments by position.
+            kwargs: the call's arguments by name.
+        """
         ranks, given = self._host.sequence, self._signature.bind(*args, **kwargs).arguments
         latents_BCFHW = given["hidden_states"]
         self._ranks, self._batch = ranks, len(latents_BCFHW)
@@ -128,8 +139,14 @@ class LatteModel(ShardedModel):
             self._transposes = self._coming = None
 
     def _check_room(self, latents_BCFHW: Tensor) -> None:
-        """Raise UserError if codecs keep more than fits. For two transposes they keep half of what they keep for an
-        attention call with frames as tokens and places as heads."""
+        """Raise UserError if this rank lacks the memory for what codecs keep between calls.
+
+        For two transposes they keep half of what they keep for an attention call with frames as tokens and places as
+        heads.
+
+        Args:
+            latents_BCFHW: the call's latents, of F frames.
+        """
         frames, places = self._ranks.segments
         shape = len(latents_BCFHW), frames.shares(self._ranks.topology)[self._ranks.rank], places.tokens
         x_BRCD = latents_BCFHW.new_empty(1).expand(*shape, LatteAdapter().heads(self._model)[1])
@@ -137,13 +154,32 @@ class LatteModel(ShardedModel):
         self._host.check_room(f"{places.tokens} places", math.ceil(len(self._model.transformer_blocks) / 2), qkv)
 
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
-        """Return all frames of the model's output, [B * F, P, C], from this rank's."""
+        """Return all frames of the model's output, [B * frames, places, C], gathered from this rank's.
+
+        Args:
+            gather: the dimension and the name of the tokens.
+            x: this rank's frames.
+            name: the output's name, for errors.
+        """
         return super()._gather(gather, self._split(x), name).flatten(0, 1)
 
     def _compute(
         self, number: int, temporal: bool, signature: inspect.Signature, forward: Forward, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a block on this rank's rows, and transpose its output for the next one."""
+        """Run a block on this rank's frames or places, and transpose its output for the next block. It replaces its
+        forward.
+
+        Return a stand-in for the output, or after the last block the output itself. In a call without transposes only
+        run the block.
+
+        Args:
+            number: the block's number among its kind.
+            temporal: True for a temporal block, False for a spatial one.
+            signature: of the block's forward.
+            forward: the block's own forward.
+            args: the call's arguments by position.
+            kwargs: the call's arguments by name.
+        """
         if self._transposes is None:
             return forward(*args, **kwargs)
         # The model adds temporal positions to a stand-in for the tokens: they are added to the tokens themselves here.
@@ -155,8 +191,17 @@ class LatteModel(ShardedModel):
     def _in_slices(
         self, block: int, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None
     ) -> Tensor:
-        """Run a block slice by slice, each once it has arrived, and send the results. Return a tensor of the transposed
-        output's shape, without its values."""
+        """Run a block on each slice of this rank's frames or places, once that has arrived, and send the results.
+
+        Return a tensor of the transposed output's shape, without its values, for the model to pass to the next block.
+
+        Args:
+            block: the block's number among its kind.
+            temporal: True for a temporal block, False for a spatial one.
+            forward: the block's own forward.
+            given: its arguments by name; `hidden_states` is removed.
+            positions: the positions to add to the tokens; None for none.
+        """
         rank, (own, other) = self._ranks.rank, self._transposes.grid[:: -1 if temporal else 1]
         layer = "temporal_transformer_blocks" if temporal else "transformer_blocks"
         self._ranks.transport.arrive(f"the transpose of {layer}")
@@ -189,17 +234,21 @@ class LatteModel(ShardedModel):
         return x_BFPC.transpose(1, 2).flatten(0, 1)
 
     def _split(self, x: Tensor) -> Tensor:
-        """Return a view in which the batch is a dimension of its own."""
+        """Return a view of a tensor [B * n, ...] as [B, n, ...], where B is the batch of the current call."""
         return x.unflatten(0, (self._batch, -1))
 
 
 def turned(x: Tensor, temporal: bool) -> Tensor:
-    """Return [B, frames, places, C] with frames and places exchanged, as temporal blocks need it."""
+    """Return [B, frames, places, C] with frames and places exchanged if it is for a temporal block, else unchanged."""
     return x.transpose(1, 2) if temporal else x
 
 
 def check_shares(ranks: Any) -> None:
-    """Raise UserError if a rank would have no frame or no place."""
+    """Raise UserError if a rank would have no frame or no place of a frame.
+
+    Args:
+        ranks: the ranks that share the current call, as `host.sequence`.
+    """
     frames, places = (sum(ranks.shares(name)) for name in (FRAMES, PLACES))
     if ranks.size > min(frames, places):
         raise UserError(

@@ -24,22 +24,21 @@ from cocodiff.models.checks import signature_of
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a tensor into each rank's own tokens."""
+    """An entry of a plan: a tensor of all tokens is cut, and each rank continues with its own tokens."""
 
     dim: int = 1  # dimension of the tokens
-    ndim: int | None = None  # only tensors of so many dimensions are cut; None: all
-    tokens: str = ""  # a name for these tokens, for use in `of`; in a family's plan their segment
-    # Names of several sorts of tokens in this dimension, one after the other, each of which is cut by itself: for
-    # instance in a mask over the tokens of a video and of its text.
-    of: tuple[str, ...] = ()
+    ndim: int | None = None  # only tensors with this number of dimensions are cut; None: all
+    tokens: str = ""  # a name for these tokens, for use in `of`; in a family's plan their segment, such as "image"
+    # For instance in a mask over the tokens of a video and of its text.
+    of: tuple[str, ...] = ()  # names of several sorts of tokens, one after the other in `dim`: each is cut by itself
 
 
 @dataclass(frozen=True)
 class Gather:
-    """The gather of a module's output: every rank gets all tokens."""
+    """An entry of a plan: a tensor of each rank's tokens is gathered, and every rank continues with all tokens."""
 
     dim: int = 1  # dimension of the tokens
-    tokens: str = ""  # in a family's plan their segment
+    tokens: str = ""  # in a family's plan the name of these tokens' segment, such as "image"
 
 
 Cuts = tuple[Cut, ...]  # cuts of one value: for a tensor the first of fitting `ndim`, for a list one for each entry
@@ -47,18 +46,21 @@ Plan = Mapping[str, Any]
 
 
 class Step(NamedTuple):
-    """The entry of a plan for one module."""
+    """The entry of a plan for one module of a model: what is cut before it is called, and cut or gathered after."""
 
     name: str  # name of the module
-    module: nn.Module
+    module: nn.Module  # the module
     arguments: Mapping[str, Cuts]  # cuts of arguments by name
     outputs: Mapping[int, Cuts]  # cuts of outputs by number
     gathers: Mapping[int, Gather]  # gathers of outputs by number
 
 
 def steps_of(plan: Plan, model: nn.Module) -> Iterator[Step]:
-    """Yield the entries of a plan for the modules of a model. Raise UserError for malformed entries and absent
-    modules."""
+    """Yield the entries of a plan, each with its module of a model. A pattern such as `blocks.*` gives one for each
+    module.
+
+    Raise UserError for malformed entries and absent modules.
+    """
     modules = dict(model.named_modules())
     for pattern, value in plan.items():
         wanted, parts = pattern, pattern.split(".")
@@ -73,12 +75,18 @@ def steps_of(plan: Plan, model: nn.Module) -> Iterator[Step]:
 
 
 def _fits(name: list[str], pattern: list[str]) -> bool:
-    """Return True if the parts of a module's name match the parts of a pattern."""
+    """Return True if a module's name matches a pattern of a plan. Both are given as their parts between dots."""
     return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
 
 
 def _read(where: str, value: Any) -> tuple[dict[str, Cuts], dict[int, Cuts], dict[int, Gather]]:
-    """Return an entry's cuts of arguments, cuts of outputs, and gathers."""
+    """Read an entry of a plan. Return cuts of arguments by name, cuts of outputs by number, and gathers of outputs by
+    number.
+
+    Args:
+        where: the entry's key in the plan, for errors.
+        value: the entry, in our form or diffusers'.
+    """
     if not isinstance(value, Mapping):
         gathers = {number: _gather(where, one) for number, one in enumerate(_listed(value)) if one is not None}
         return {}, {}, gathers
@@ -98,7 +106,12 @@ def _is_gather(one: Any) -> bool:
 
 
 def _gather(where: str, one: Any) -> Gather:
-    """Return a gather from ours or diffusers'. Raise UserError for anything else."""
+    """Return a gather of a plan, given in our form or diffusers'. Raise UserError for anything else.
+
+    Args:
+        where: the entry's key in the plan, for the error.
+        one: the gather.
+    """
     if not _is_gather(one):
         raise UserError(
             f"the plan at {where!r} has a {type(one).__name__}: give Cut or Gather, or a dictionary of them"
@@ -107,8 +120,13 @@ def _gather(where: str, one: Any) -> Gather:
 
 
 def _cut(where: str, name: str | int, one: Any) -> Cut:
-    """Return a cut from ours or diffusers'. Raise UserError for anything else. name: the argument or number of the
-    output."""
+    """Return a cut of a plan, given in our form or diffusers'. Raise UserError for anything else.
+
+    Args:
+        where: the entry's key in the plan, for the error.
+        name: name of the argument or number of the output that is cut.
+        one: the cut.
+    """
     if isinstance(one, Cut):
         return one
     if not hasattr(one, "split_dim"):
@@ -121,16 +139,22 @@ def _cut(where: str, name: str | int, one: Any) -> Cut:
 
 
 class ShardedModel:
-    """A model whose tokens are cut and gathered as a plan says, while the engine is entered. Here the plan names all
-    tokens by segments of the model's sequence, as a family's plan does."""
+    """A model that several ranks run by a plan (where tokens are cut and gathered), while the engine is entered.
+
+    Here the plan names all tokens by segments of the model's sequence, such as "image", as a family's plan does.
+    """
 
     def __init__(self, plan: Plan, model: nn.Module, host: Any) -> None:
-        """Read the plan. host: the engine, whose `sequence` is the ranks that share the current call."""
+        """Read the plan. The model is not changed yet.
+
+        Args:
+            host: the engine, whose `sequence` is the ranks that share the current call.
+        """
         self._model, self._host = model, host
         self._steps = list(steps_of(plan, model))
 
     def attach(self) -> Callable[[], None]:
-        """Put the hooks on the model. Return a function that takes them off."""
+        """Put the hooks that cut and gather tokens on the model. Return a function that takes them off."""
         undo = ExitStack()
         undo.callback(self._model.register_forward_pre_hook(lambda *_: self._check_in_place()).remove)
         for step in self._steps:
@@ -138,19 +162,31 @@ class ShardedModel:
         return undo.close
 
     def _cut(self, cut: Cut, whole: Tensor, name: str) -> Tensor:
-        """Return this rank's tokens."""
+        """Return this rank's tokens of a tensor that has all of them.
+
+        Args:
+            cut: the dimension and the name of the tokens.
+            whole: the tensor.
+            name: the argument's or output's name, for errors.
+        """
         return self._host.sequence.cut(cut.tokens, whole, cut.dim)
 
     def _gather(self, gather: Gather, x: Tensor, name: str) -> Tensor:
-        """Return all ranks' tokens."""
+        """Return the tokens of all ranks, gathered from each rank's own. All ranks call this.
+
+        Args:
+            gather: the dimension and the name of the tokens.
+            x: this rank's tokens.
+            name: the output's name, for errors.
+        """
         return self._host.sequence.gather(x, gather.tokens, gather.dim)
 
     def _check_in_place(self) -> None:
-        """Raise UserError if a hooked module was replaced."""
+        """Raise UserError if a module that has hooks was replaced in the model by another one."""
         check_in_place([step.module for step in self._steps], [self._model.get_submodule(s.name) for s in self._steps])
 
     def _put_on(self, step: Step, undo: ExitStack) -> None:
-        """Put the hooks of one entry on its module."""
+        """Put the hooks of one entry of the plan on its module, and register their removal with `undo`."""
         module = step.module
         if step.arguments:
             signature = signature_of(module)
@@ -165,7 +201,10 @@ class ShardedModel:
             undo.callback(module.register_forward_hook(lambda _, __, output: self._cut_output(step, output)).remove)
 
     def _cut_arguments(self, step: Step, arguments: dict[str, Any]) -> None:
-        """Replace arguments of a call by their cuts. Raise UserError for an argument that the module does not have."""
+        """Replace arguments of a module's call by this rank's tokens of them, in place, as an entry of the plan says.
+
+        Raise UserError for an argument that the module does not have.
+        """
         for name, cuts in step.arguments.items():
             if name not in arguments and name not in signature_of(step.module).parameters:
                 raise UserError(f"the plan cuts {name!r} of {step.name or 'the transformer'}, which takes none such")
@@ -173,7 +212,7 @@ class ShardedModel:
                 arguments[name] = self._cut_value(cuts, arguments[name], name)
 
     def _cut_output(self, step: Step, output: Any) -> Any:
-        """Return a module's output with some parts cut or gathered."""
+        """Return a module's output with some of its tensors cut or gathered, as an entry of the plan says."""
         by_name = hasattr(output, "values") and not isinstance(output, Tensor)
         parts = [output] if isinstance(output, Tensor) else list(output.values() if by_name else output)
         for number, cuts in step.outputs.items():
@@ -185,7 +224,14 @@ class ShardedModel:
         return type(output)(**dict(zip(output, parts, strict=True))) if by_name else type(output)(parts)
 
     def _cut_value(self, cuts: Cuts, value: Any, name: str) -> Any:
-        """Return a tensor, or a nested list or dictionary of tensors, with its tensors cut."""
+        """Return this rank's tokens of a tensor, or of the tensors in a nested list or dictionary. Other values are
+        unchanged.
+
+        Args:
+            cuts: for a tensor, the first one that fits its dimensions is used; for a list, one for each entry.
+            value: the tensor, list or dictionary.
+            name: the argument's or output's name, for errors.
+        """
         if isinstance(value, Tensor):
             cut = next((cut for cut in cuts if cut.ndim in (None, value.ndim)), None)
             return value if cut is None else self._cut(cut, value, name)
@@ -202,13 +248,25 @@ class ShardedModel:
 def as_given(
     bound: BoundArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return changed arguments as (args, kwargs), each by position or by name as given: diffusers removes the scale of
-    LoRA layers by name."""
+    """Return changed arguments of a call as (args, kwargs), each by position or by name as the caller gave it.
+
+    Names matter to diffusers, which removes the scale of LoRA layers by name.
+
+    Args:
+        bound: the arguments after the change.
+        args: the caller's by position.
+        kwargs: the caller's by name.
+    """
     return bound.args[: len(args)], {name: bound.arguments.get(name, value) for name, value in kwargs.items()}
 
 
 def check_in_place(hooked: Iterable[nn.Module], now: Iterable[nn.Module]) -> None:
-    """Raise UserError if a module that cuts or gathers tokens is no longer the model's: it would not be called."""
+    """Raise UserError if a module that cuts or gathers tokens was replaced in the model: its hooks would not be called.
+
+    Args:
+        hooked: the modules that have the hooks.
+        now: the modules that the model has at their places now.
+    """
     for before, module in zip(hooked, now, strict=True):
         if before is not module:
             raise UserError(

@@ -37,11 +37,12 @@ COUNTED = ("attention", "whole")  # purposes for which bytes of gathers are coun
 
 
 class Marks:
-    """The tensors that hold a shard's tokens: those that were cut, and all that are computed from one."""
+    """The tensors that hold this rank's own tokens: those that were cut by the plan, and all that are computed from
+    one."""
 
     def __init__(self) -> None:
         self._marked: Any = WeakIdKeyDictionary()
-        # by a number of rows, the number of marked tensors that were concatenated to so many rows
+        # by the number of rows of a concatenation, the number of marked tensors that it was made of
         self.joined: dict[int, int] = {}
 
     def add(self, x: Tensor) -> None:
@@ -54,13 +55,17 @@ class Marks:
         return isinstance(x, Tensor) and x in self._marked
 
     def any_of(self, values: Iterable[Any]) -> bool:
-        """Return True if a value, or an entry of nested lists among them, is marked."""
+        """Return True if one of some values, or an entry of nested lists among them, is a marked tensor."""
         return any(self.any_of(x) if isinstance(x, list | tuple) else x in self for x in values)
 
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Mark what a function of torch has computed from marked tensors, which has tokens of this rank's shard too.
+        """Mark what a function of torch has computed from marked tensors, as it holds this rank's own tokens too.
 
         That is its output or, for `x[...] = y`, x.
+
+        Args:
+            function: the function that was called.
+            output: what it has returned.
         """
         if self.any_of(args) or self.any_of(kwargs.values()):
             for x in tensors_in(args[0] if function is Tensor.__setitem__ else output):
@@ -69,18 +74,24 @@ class Marks:
                 self._note_joined(*args, output=output, **kwargs)
 
     def _note_joined(self, tensors: Sequence[Tensor], dim: int = 0, *, output: Tensor) -> None:
-        """Record the number of tensors that were concatenated along their rows, if all are marked."""
+        """Record the number of tensors that were concatenated along their rows, if all of them are marked."""
         if all(x in self for x in tensors) and dim not in (-1, output.ndim - 1):
             self.joined[output.shape[dim]] = len(tensors)
 
 
 class TorchFunctions(TorchFunctionMode):
-    """A mode in which `attend` is called in place of torch's scaled_dot_product_attention. `attend` gets query, key and
-    value by position, the other arguments by name. This is torch's own way to intercept functions: it holds for the
-    thread that enters it, and nothing is replaced."""
+    """A context in which `attend` is called in place of torch's scaled_dot_product_attention.
+
+    This is torch's own way to intercept functions: it holds for the thread that enters it, and nothing is replaced.
+    """
 
     def __init__(self, attend: Callable[..., Tensor], marks: Marks | None = None) -> None:
-        """Call `attend` for attention. marks: follow what other functions compute; None to not follow."""
+        """Prepare the context.
+
+        Args:
+            attend: computes attention. It gets query, key and value by position, the other arguments by name.
+            marks: marks what other functions compute from marked tensors; None to not follow them.
+        """
         super().__init__()
         self._attend, self._marks = attend, marks
 
@@ -97,31 +108,48 @@ class TorchFunctions(TorchFunctionMode):
 
 
 class Followed(NamedTuple):
-    """The decision about one attention layer."""
+    """The decision, made in a model's first call, about how ranks compute one of its attention calls together."""
 
-    how: str  # "here", "exchanged" or "gathered"
-    rows: tuple[int, int]  # rows of queries and of keys on this rank
-    segments: Segments = ()  # segments of the keys
+    how: str  # "here" (all keys are on every rank), "exchanged" (tokens for heads), or "gathered" (keys and values)
+    rows: tuple[int, int]  # number of queries and of keys on this rank
+    segments: Segments = ()  # the parts of the sequence that the keys are
 
 
 class PlannedAttention:
-    """The attention layers of a model that runs by a plan."""
+    """The attention calls of a model that several ranks run by a plan, computed in the place of torch's."""
 
     def __init__(self, host: Any, layers: Iterable[str]) -> None:
-        """Count the layers of each kind. host: the engine. layers: names of all attention modules."""
+        """Count the layers of each kind.
+
+        Args:
+            host: the engine.
+            layers: names of all attention modules.
+        """
         self._host, self._layers = host, Counter(map(kind_of, layers))
         self.begin({}, None)
 
     def begin(self, followed: dict[LayerName, Followed], marks: Marks | None) -> None:
-        """Begin a call of the model. followed: decisions for calls of its form. marks: given while these are still
-        made."""
+        """Begin a call of the model.
+
+        Args:
+            followed: the decisions for calls of its form, by layer. They are added to while they are still made.
+            marks: the tensors with own tokens, if decisions are made in this call; else None.
+        """
         self.followed, self.marks = followed, marks
         self._attended: Counter[str] = Counter()
         self._mask: tuple[Any, Tensor, Tensor] | None = None  # the last mask: its key, itself, all ranks' mask
 
     def attend(self, layer: str, query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-        """Return attention in place of torch's scaled_dot_product_attention: [B, H, L, D]. layer: name of the
-        module."""
+        """Return attention over the tokens of all ranks, in place of torch's scaled_dot_product_attention: [B, H, L,
+        D].
+
+        Args:
+            layer: name of the module that attends.
+            query: this rank's, [B, H, L, D].
+            key: this rank's.
+            value: this rank's.
+            call: further arguments of torch's function, by name.
+        """
         number = self._attended[layer]
         self._attended[layer] += 1
         name = f"{layer} {number}" if number else layer
@@ -147,7 +175,13 @@ class PlannedAttention:
         return out
 
     def _follow(self, name: LayerName, query: Tensor, key: Tensor, value: Tensor, marks: Marks) -> Followed:
-        """Return the decision about a layer, equal on all ranks. All ranks call it."""
+        """Decide how an attention call is computed, equally on all ranks. All ranks call it, in the first call of the
+        model.
+
+        Args:
+            name: name of the layer.
+            marks: the tensors with own tokens.
+        """
         own_keys = key in marks or value in marks
         # Keys without own tokens must have equal bits on all ranks: else marks were lost on the way.
         bits = "" if own_keys else repr((key.double().sum().item(), value.double().sum().item()))
@@ -173,7 +207,13 @@ class PlannedAttention:
     def _exchanged(
         self, name: LayerName, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, call: Mapping[str, Any], found: Followed
     ) -> Tensor:
-        """Return attention with queries, keys and values exchanged by the engine."""
+        """Return attention for which the engine exchanges queries, keys and values between ranks, [B, H, L, D].
+
+        Args:
+            name: name of the layer.
+            call: further arguments of torch's function, by name.
+            found: the decision about this layer.
+        """
         if q_BHLD.ndim != 4 or q_BHLD.shape[-1] != v_BHLD.shape[-1] or call.get("dropout_p"):
             raise UserError(f"{name} attends with dropout, or to values of another width than keys: run it on one rank")
         scale, usual = call.get("scale"), q_BHLD.shape[-1] ** -0.5
@@ -192,16 +232,23 @@ class PlannedAttention:
         return out_BHLD if attending_BL is None else out_BHLD * attending_BL[:, None, :, None]
 
     def _sends_groups(self, key_heads: int) -> bool:
-        """Return True if keys and values that several query heads share are sent only once. That needs one key head for
-        each rank."""
+        """Return True if keys and values that several query heads share are sent only once.
+
+        That needs one key head for each rank, and no codec or displacement.
+        """
         config = self._host.config
         return config.codec == "none" and config.arrival == "now" and self._host.sequence.mesh.ulysses <= key_heads
 
     def _gathered(
         self, k_BHLD: Tensor, v_BHLD: Tensor, call: dict[str, Any], found: Followed
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return the keys and values of all ranks, and the arguments of attention. A mask for own keys is gathered
-        too."""
+        """Return the keys of all ranks, their values, and the further arguments of attention. A mask for this rank's
+        keys is gathered too.
+
+        Args:
+            call: further arguments of torch's function, by name.
+            found: the decision about this layer.
+        """
         sequence, mask = self._host.sequence, call.get("attn_mask")
         shares = _sums(one.shares(sequence.topology) for one in found.segments)
         k_BHSD, v_BHSD = (sequence.gather_rows(x, shares, 2, *COUNTED) for x in (k_BHLD, v_BHLD))
@@ -212,8 +259,17 @@ class PlannedAttention:
     def _masks_of(
         self, name: LayerName, mask: Tensor | None, batch: int, found: Followed
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the masks of all ranks' keys by segment, and a mask of own queries that attend to anything (None:
-        all)."""
+        """Return the masks of all ranks' keys by name of the segment, and this rank's queries that attend to anything.
+
+        The masks are bool [B, tokens of all ranks], and empty if there is no mask. The queries are bool [B, L]; None
+        for all.
+
+        Args:
+            name: name of the layer, for errors.
+            mask: the call's mask for this rank's keys, as torch's function takes it.
+            batch: size of the batch.
+            found: the decision about this layer.
+        """
         if mask is None:
             return {}, None
         keys_BL, queries_BL = _of_keys_and_queries(name, mask, batch, found.rows)
@@ -230,26 +286,36 @@ class PlannedAttention:
 
 
 def kind_of(name: LayerName) -> str:
-    """Return the kind of a layer, see `LayerKey.kind`, for any of its attentions in a call."""
+    """Return the name of an attention layer without the numbers in it, which groups equal layers.
+
+    See `LayerKey.kind`. A number after the name, for a further attention of the layer in a call, is left out too.
+    """
     return LayerKey(name.partition(" ")[0]).kind
 
 
 def _in_groups(x_BHLD: Tensor, groups: int) -> Tensor:
-    """Return queries as [groups * B, L, H / groups, D]. Heads that share a key head are at the same place in all
-    groups."""
+    """Return queries as [groups * B, L, H / groups, D], where each key head is shared by `groups` query heads.
+
+    Heads that share a key head are at the same place in all groups.
+    """
     B, H, L, D = x_BHLD.shape
     return x_BHLD.view(B, H // groups, groups, L, D).permute(2, 0, 3, 1, 4).reshape(groups * B, L, H // groups, D)
 
 
 def _out_of_groups(x_BLHD: Tensor, groups: int) -> Tensor:
-    """Return the output as [B, H, L, D]: the inverse of `_in_groups`."""
+    """Return the output of attention to queries in groups as [B, H, L, D]: the inverse of `_in_groups`."""
     B, L, H, D = x_BLHD.shape
     return x_BLHD.view(groups, B // groups, L, H, D).permute(1, 3, 0, 2, 4).reshape(B // groups, H * groups, L, D)
 
 
 def segments_of(sequence: Any, rows: Sequence[int], joined: int = 1) -> Segments:
-    """Return the segments of which every rank has as many rows as `rows` says; () if there are none. joined: number of
-    segments to try if one may repeat, as with a text of as many tokens as its image."""
+    """Return the parts of the sequence that together have the given number of rows on every rank; () if there are none.
+
+    Args:
+        sequence: the ranks that share the call, with the segments that were cut in it.
+        rows: number of rows of each rank.
+        joined: number of segments to try if one may repeat, as with a text of as many tokens as its image.
+    """
     all_of = sequence.segments
     one_each = (some for number in range(1, len(all_of) + 1) for some in combinations(all_of, number))
     several = combinations_with_replacement(all_of, joined) if joined > 1 else ()
@@ -262,8 +328,16 @@ def segments_of(sequence: Any, rows: Sequence[int], joined: int = 1) -> Segments
 def _of_keys_and_queries(
     name: LayerName, mask: Tensor, batch: int, rows: tuple[int, int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the keys that a mask lets attend to, bool [B, keys], and the queries that attend to anything, bool [B,
-    queries] or None for all. Raise UserError for masks that are not the product of these two."""
+    """Take a mask apart. Return the keys that are attended to, bool [B, keys], and the queries that attend to anything.
+
+    The latter are bool [B, queries], or None for all. Raise UserError for masks that are not the product of these two.
+
+    Args:
+        name: name of the layer, for errors.
+        mask: as torch's function takes it.
+        batch: size of the batch.
+        rows: number of queries and of keys on this rank.
+    """
     queries, keys = rows
     if mask.dtype != torch.bool:
         raise UserError(
@@ -285,5 +359,9 @@ def _of_keys_and_queries(
 
 
 def _sums(shares: Iterable[Iterable[int]]) -> list[int]:
-    """Return sums of the entries at each position."""
+    """Return, for each rank, the sum of the segments' numbers of rows on it.
+
+    Args:
+        shares: for each segment, its number of rows on every rank.
+    """
     return [sum(of) for of in zip(*shares, strict=True)]

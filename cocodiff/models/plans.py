@@ -116,10 +116,11 @@ UNLESS: dict[str, tuple[str, Any, str]] = {
 
 
 def plan_of(model: Any) -> Plan | None:
-    """Return the places where a transformer's tokens are cut and gathered, by its class.
+    """Return the plan of a transformer by its class: the places where tokens are cut into ranks' own, and gathered
+    again.
 
-    This project's plan precedes diffusers' own (`_cp_plan`). None if there is neither. Raise UserError for a model with
-    a setting for which the plan is wrong.
+    This project's plan precedes diffusers' own (`_cp_plan`). Return None if there is neither. Raise UserError for a
+    model with a setting for which the plan is wrong.
     """
     name = known_name(model)
     if name in UNLESS:
@@ -131,12 +132,14 @@ def plan_of(model: Any) -> Plan | None:
 
 
 def known_name(model: Any) -> str:
-    """Return the name of a transformer's class in diffusers if its plan was compared with one process, else ""."""
+    """Return the name of a transformer's class in diffusers if its plan has been compared with a run in one process,
+    else ""."""
     names = [kind.__name__ for kind in type(model).__mro__ if f"{kind.__module__}.".startswith("diffusers.")]
     return next((name for name in names if name in PLANS or name in OWN), "")
 
 
 def is_proven(model: Any, plan: Plan) -> bool:
-    """Return True if `plan` is the one with which this class was compared with one process."""
+    """Return True if `plan` is the one with which results of this model's class were compared with a run in one
+    process."""
     name = known_name(model)
     return bool(name) and plan == PLANS.get(name, getattr(model, "_cp_plan", None))

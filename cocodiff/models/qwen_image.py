@@ -25,7 +25,8 @@ TOKENS: Plan = {
 
 
 class QwenImageAdapter(Adapter):
-    """The adapter of Qwen-Image."""
+    """The adapter of Qwen-Image, by which several ranks run its transformer: attention to replace, and tokens to
+    cut."""
 
     plan = TOKENS
     attention_kwargs = "attention_kwargs"
@@ -37,7 +38,7 @@ class QwenImageAdapter(Adapter):
 
 
 class QwenAttentionProcessor(AttentionProcessor):
-    """The attention of diffusers' QwenDoubleStreamAttnProcessor2_0, computed by the engine."""
+    """The attention of diffusers' QwenDoubleStreamAttnProcessor2_0, computed by the engine on several ranks."""
 
     def __call__(
         self,

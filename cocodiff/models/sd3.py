@@ -22,7 +22,8 @@ TOKENS: Plan = {
 
 
 class SD3Adapter(Adapter):
-    """The adapter of Stable Diffusion 3 and 3.5."""
+    """The adapter of Stable Diffusion 3 and 3.5, by which several ranks run them: attention to replace, and tokens to
+    cut."""
 
     plan = TOKENS
 
@@ -38,8 +39,10 @@ class SD3Adapter(Adapter):
 
 
 class SD3AttentionProcessor(AttentionProcessor):
-    """The attention of diffusers' JointAttnProcessor2_0, computed by the engine: joint attention and, in SD3.5's dual
-    layers, the second attention over image tokens alone."""
+    """The attention of diffusers' JointAttnProcessor2_0, computed by the engine on several ranks.
+
+    It is joint attention over image and text and, in SD3.5's dual layers, the second attention over image tokens alone.
+    """
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any

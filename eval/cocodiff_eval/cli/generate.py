@@ -43,7 +43,12 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run `cocodiff generate` with the words after it. Return the exit code."""
+    """Run the command `cocodiff generate` on this rank. Return its exit code.
+
+    Args:
+        words: the words of the command line after `generate`.
+        launch: the start of this process, alone or as one of a launcher's ranks.
+    """
     started = time.monotonic()
     values = parse("generate", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
     launch, ranks = settle(values, launch)
@@ -58,7 +63,15 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
-    """Check the request, and return it prepared. Raise UserError if it cannot be run. Nothing is written."""
+    """Check the command's request against machine, model and output. Return the job, which is not started.
+
+    Raise UserError if it cannot be run. Nothing is written.
+
+    Args:
+        values: the options' values by name.
+        ranks: number of ranks.
+        started: time at which the command began, as of `time.monotonic`.
+    """
     check_counts(values, "steps", "height", "width", "frames", "fps", "ranks")
     quality = Quality.asked(values)
     if quality is not None and quality.bound.against == "truth":

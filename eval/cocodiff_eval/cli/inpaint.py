@@ -100,7 +100,12 @@ SLICE_BY_SLICE = {"samples": 1, "axes": ["z"], "hidden_test": False, "keep_sampl
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run `cocodiff inpaint` with the words after it. Return the exit code."""
+    """Run the command `cocodiff inpaint` on this rank. Return its exit code.
+
+    Args:
+        words: the words of the command line after `inpaint`.
+        launch: the start of this process, alone or as one of a launcher's ranks.
+    """
     started = time.monotonic()
     values = parse("inpaint", ABOUT, with_settings(OPTIONS), words, headings=SHOWN)
     launch, ranks = settle(values, launch)
@@ -118,9 +123,13 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def read_alike(tasks: list[Any]) -> dict[str, str]:
-    """Return what must be equal on all ranks, by name: ranges of intensities and masked slices.
+    """Return what ranks have read from the inputs and must agree on, by a phrase for errors: intensity ranges and
+    masks.
 
-    Each rank reads the inputs by itself and decides by them.
+    Each rank reads the inputs by itself and decides by them; the job's ranks compare these texts when they start.
+
+    Args:
+        tasks: a `tasks.Task` for each input and mask.
     """
     found = {}
     for task in tasks:
@@ -132,7 +141,12 @@ def read_alike(tasks: list[Any]) -> dict[str, str]:
 
 
 def check_truth(quality: Quality | None, task: Any) -> None:
-    """Raise UserError if the bound on quality is a loss against the truth, and a task's truth is unknown."""
+    """Raise UserError if `--quality` bounds the loss against the truth, and a task's truth is unknown.
+
+    Args:
+        quality: the option's bound; None without one.
+        task: a `tasks.Task`, an input under a mask.
+    """
     if quality is not None and quality.bound.against == "truth" and task.truth is None:
         raise UserError(
             f"--quality {quality.bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
@@ -141,9 +155,14 @@ def check_truth(quality: Quality | None, task: Any) -> None:
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
-    """Check the request against machine, model and output, and return it prepared.
+    """Check the command's request against machine, model and output. Return the job, which is not started.
 
     Raise UserError if it cannot be run. Nothing is written. `--steps auto` becomes a number in `values`.
+
+    Args:
+        values: the options' values by name.
+        ranks: number of ranks.
+        started: time at which the command began, as of `time.monotonic`.
     """
     fresh = values["fresh_noise"]
     request = Request(values["model"], INPAINT, (values["prompt"],), values["guidance"], keeps=fresh is not None)
@@ -164,9 +183,15 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
 
 
 def say_time_here(prepared: Prepared, launch: Launch, tasks: list[Any]) -> None:
-    """Print how many tiles the job restores, and how long it takes by calls of the pipeline that are timed here.
+    """Print, for `--dry_run`, how many tiles the job restores, and how long that takes by calls of the pipeline timed
+    here.
 
     No time is printed if the plan predicts it, or if the model cannot be run here, as without weights.
+
+    Args:
+        prepared: the job.
+        launch: the start of this process.
+        tasks: a `tasks.Task` for each input and mask.
     """
     from cocodiff_eval.harness.restoring import count_tile_steps, say_time, told_steps
 
@@ -181,7 +206,14 @@ def say_time_here(prepared: Prepared, launch: Launch, tasks: list[Any]) -> None:
 
 
 def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
-    """Return the job with its ranks divided into replicas and guidance branches. Raise UserError if they cannot be."""
+    """Return the job with its ranks divided into replicas and guidance branches, by the number of slices to restore.
+
+    Raise UserError if they cannot be divided.
+
+    Args:
+        prepared: the job.
+        tasks: a `tasks.Task` for each input and mask.
+    """
     from cocodiff_eval.harness.items import count_batches
     from cocodiff_eval.harness.restoring import (
         SMALL_MODEL,
@@ -211,12 +243,13 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
 
 
 def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
-    """Return a `tasks.Task` for each input and mask, and print remarks on them for the user.
+    """Open the inputs, make the masks, and print remarks on them for the user. Return a `tasks.Task` for each input and
+    mask.
 
     Raise UserError for inputs that cannot be used. Nothing is written.
 
     Args:
-        values: the options.
+        values: the options' values by name.
         unmasked: the mask's name that stands for no mask, in commands that do not restore; else None.
     """
     from cocodiff_eval.data.formats import result_format

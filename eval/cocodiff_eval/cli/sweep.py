@@ -50,7 +50,12 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run `cocodiff sweep` with the words after it. Return the exit code."""
+    """Run the command `cocodiff sweep` on this rank. Return its exit code.
+
+    Args:
+        words: the words of the command line after `sweep`.
+        launch: the start of this process, alone or as one of a launcher's ranks.
+    """
     started = time.monotonic()
     # Settings that a sweep varies come from the grid's points, so they are no options of the command.
     options = with_settings(OPTIONS, lambda one: one.given != "sweep")
@@ -72,7 +77,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def check_request(values: dict[str, Any]) -> None:
-    """Raise UserError for a request that is wrong whatever the grid, machine and model are."""
+    """Raise UserError if the options of a sweep are wrong whatever its grid, machine and model are.
+
+    Args:
+        values: the options' values by name.
+    """
     for name, value in FIXED.items():
         if values[name] not in (None, value):
             raise UserError(f"{name}: a sweep has {value}, and not {reprlib.repr(values[name])}: leave it away")
@@ -84,11 +93,14 @@ def check_request(values: dict[str, Any]) -> None:
 
 
 def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> tuple[Prepared, list[Any]]:
-    """Check the request, and return it prepared with its tasks: each stack and mask at every number of steps.
+    """Check the request of a sweep. Return the job, which is not started, and its tasks.
 
-    Raise UserError if it cannot be run. Nothing is written.
+    A task is an input, a mask and a number of steps. Raise UserError if the job cannot be run. Nothing is written.
 
     Args:
+        values: the options' values by name.
+        grid: the sweep's points, masks and numbers of steps.
+        ranks: number of ranks.
         started: time at which the command began, as of `time.monotonic`.
     """
     check_counts(values, "steps")
@@ -115,7 +127,14 @@ def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> t
 
 
 def check_point(point: Point, topology: Topology) -> None:
-    """Raise UserError for a ring that does not divide the ranks, or `chunks: auto` on a machine without a table."""
+    """Raise UserError for a point of a sweep that cannot run on a replica's ranks.
+
+    That is a ring that does not divide the ranks, or `chunks: auto` on a machine without a table for it.
+
+    Args:
+        point: a named set of settings of the engine.
+        topology: the ranks of a replica.
+    """
     from cocodiff.topology.axes import Mesh
 
     try:
@@ -128,7 +147,13 @@ def check_point(point: Point, topology: Topology) -> None:
 
 
 def report(folder: Path) -> None:
-    """Draw the picture of a finished sweep again, and print its tables. Raise UserError if there are no results."""
+    """Draw the picture of a finished sweep again, and print its tables: the command with `--report_only`.
+
+    Raise UserError if there are no results.
+
+    Args:
+        folder: the sweep's folder of results.
+    """
     from cocodiff.jobs.folder import storage_faults
     from cocodiff_eval.report.sweeps import PARETO, read_rows, save_pareto, told
 

@@ -48,7 +48,12 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run `cocodiff train` with the words after it. Return the exit code."""
+    """Run the command `cocodiff train` on this rank. Return its exit code.
+
+    Args:
+        words: the words of the command line after `train`.
+        launch: the start of this process, alone or as one of a launcher's ranks.
+    """
     options = with_settings(OPTIONS, lambda one: one.given == "machine")
     values = parse("train", ABOUT, options, words, headings=SHOWN)
     launch, ranks = settle(values, launch)
@@ -84,14 +89,14 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def work(tasks: list[Any], values: dict[str, Any], weights: Path, output: OutputFolder, transport: Any) -> None:
-    """Train on one rank.
+    """Train the embedded model, as one of several ranks.
 
     Args:
-        tasks: the inputs and the masks of what is missing in them.
-        values: the options.
+        tasks: a `tasks.Task` for each input, with the mask of what is missing in it.
+        values: the options' values by name.
         weights: folder of the model to start from.
         output: folder of the results.
-        transport: sends between ranks.
+        transport: the connection to the other ranks.
     """
     from cocodiff_eval.harness.training import train
 

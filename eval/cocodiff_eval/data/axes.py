@@ -17,7 +17,11 @@ NO_SPACE = {"t", "time", "times", "timepoint", "timepoints", "c", "channel", "ch
 
 
 def axes_of(given: Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Return axes, given as names or as NGFF's mappings (from 0.4 on), as dictionaries that have a `name`."""
+    """Return a file's axes as dictionaries that have a `name`, from their names or from mappings.
+
+    Args:
+        given: the axes in the file: names, or the mappings of NGFF from 0.4 on; None if there are none.
+    """
     return [dict(one) if isinstance(one, Mapping) else {"name": one} for one in given or ()]
 
 
@@ -60,13 +64,20 @@ def count_leading(given: Sequence[Any], shape: Sequence[int], path: str, what: s
 
 
 def _is_outside(axis: Mapping[str, Any]) -> bool:
-    """Return True if an axis is not spatial, such as time or channel."""
+    """Return True if an axis is none of space, but for instance time or channel.
+
+    Args:
+        axis: its metadata, with a `name` and perhaps a `type`.
+    """
     kind = axis.get("type")
     return kind != "space" if isinstance(kind, str) else str(axis["name"]).lower() in NO_SPACE
 
 
 def plain_attributes(node: Any) -> dict[str, Any]:
-    """Return the attributes of an HDF5 object as plain data, by name; None for a value that h5py cannot read."""
+    """Return the attributes of an HDF5 object (file, group or dataset) as plain data, by name.
+
+    The value is None if h5py cannot read it.
+    """
     found = dict.fromkeys(node.attrs)
     for name in found:
         with contextlib.suppress(Exception):

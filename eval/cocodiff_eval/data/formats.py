@@ -72,7 +72,7 @@ def open_png(file: str) -> Stack:
 
 
 def open_npy(file: str) -> Stack:
-    """Open a NumPy file, whose voxels are mapped to memory.
+    """Open a NumPy file as a volume, whose voxels are mapped to memory.
 
     Raise UserError for a damaged file, and for one with objects in it, which would have to be unpickled.
     """
@@ -123,7 +123,7 @@ FORMATS = {
 
 @one_line_of_imports()
 def result_format(word: str, volume: Stack) -> str:
-    """Return the word of FORMATS for the format of a result.
+    """Return the key of FORMATS for the format in which the result of an input is written.
 
     Raise UserError if the library that writes it cannot be imported, so that a run fails at its start and not at its
     end.

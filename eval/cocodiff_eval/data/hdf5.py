@@ -54,7 +54,7 @@ OPEN_ELSEWHERE = "it is open elsewhere for writing: close it there, or read a co
 
 
 def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
-    """Open a dataset, or a group of frames (ALS beamline 8.3.2), as a volume. No voxels are read yet.
+    """Open a dataset of an HDF5 file, or a group of frames (ALS beamline 8.3.2), as a volume. No voxels are read yet.
 
     Raise UserError for a file that is not HDF5, for a missing dataset, and for other files that are not allowed.
 
@@ -95,11 +95,13 @@ def open_hdf5(file: str, dataset: str | None, follow_links: bool) -> Stack:
 
 
 def _default(h5: Any, follow_links: bool) -> str | None:
-    """Return the path to open if the user names none: Data Exchange's `/exchange/data`, else the only group of frames.
+    """Return the path in an HDF5 file that is opened if the user names none.
 
-    Return None for all other files, also for one whose single dataset has another path.
+    It is Data Exchange's `/exchange/data`, else the only group of frames (datasets of one slice each). Return None for
+    all other files, also for one whose single dataset has another path.
 
     Args:
+        h5: the open file.
         follow_links: True to read other files that this one names.
     """
     if h5.get(DATA_EXCHANGE.strip("/"), getlink=True) is not None:
@@ -117,10 +119,10 @@ def _default(h5: Any, follow_links: bool) -> str | None:
 
 
 def find_frames(group: Any) -> list[str]:
-    """Return the names of a group's frames in the order of their numbers; empty if it has none.
+    """Return the names of the frames (datasets of one slice each) in an HDF5 group, in the order of their numbers.
 
-    Frames are datasets [Y, X] or [1, Y, X] whose names end in a number, except bright (`bak`) and dark (`drk`) ones. A
-    single frame counts only in a result that cocodiff has written.
+    Return [] if it has none. Frames are datasets [Y, X] or [1, Y, X] whose names end in a number, except bright (`bak`)
+    and dark (`drk`) ones. A single frame counts only in a result that cocodiff has written.
     """
     found: list[tuple[list[int], str]] = []
     for name in group:
@@ -134,13 +136,16 @@ def find_frames(group: Any) -> list[str]:
 
 
 def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_links: bool) -> Stack:
-    """Return a group of frames as a volume, a frame for each slice.
+    """Return an HDF5 group of frames (datasets of one slice each) as a volume, a frame for each slice.
 
     Raise UserError with the name of the first frame whose shape or dtype differs from the first one's.
 
     Args:
+        file: the HDF5 file.
+        group: the open group.
         place: path of the group in the file.
         frames: names of the frames, in order.
+        follow_links: True to read other files that this one names.
     """
     first = group[frames[0]]
     for name, frame in zip(frames, map(group.get, frames), strict=True):
@@ -164,13 +169,16 @@ def _open_frames(file: str, group: Any, place: str, frames: list[str], follow_li
 
 
 def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Metadata:
-    """Return the metadata of a dataset, from its own attributes and its group's.
+    """Return the metadata of an HDF5 dataset, from its own attributes and its group's.
 
     The voxel size is read as Fiji writes it (`element_size_um`), as cocodiff's results have it, or as ALS 8.3.2 writes
     it (`pxsize`, in mm).
 
     Args:
+        dataset: the open dataset; the first of a group of frames.
+        file: the HDF5 file.
         place: path in the file of the dataset, or of its group of frames.
+        follow_links: True if other files that this one names may be read.
     """
     attributes, of_group = plain_attributes(dataset), plain_attributes(dataset.parent)
     sides, unit = attributes.get("element_size_um"), "micrometer"
@@ -192,12 +200,20 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
 
 
 def _errors(what: str) -> AbstractContextManager[None]:
-    """Return a context that raises a UserError about `what` for every error of h5py, such as a damaged header."""
+    """Return a context that turns every error of h5py, such as a damaged header, into a UserError.
+
+    Args:
+        what: the file and what is wrong with it.
+    """
     return reading(what, "check it with h5ls", {"unable to lock": OPEN_ELSEWHERE, "open for write": OPEN_ELSEWHERE})
 
 
 def _list_datasets(h5: Any) -> str:
-    """Return a phrase that lists the file's 2-D and 3-D datasets, for errors."""
+    """Return a phrase that lists an HDF5 file's 2-D and 3-D datasets, for errors.
+
+    Args:
+        h5: the open file.
+    """
     found: list[str] = []
     visited = count(1)
 
@@ -211,9 +227,15 @@ def _list_datasets(h5: Any) -> str:
 
 
 def _find(h5: Any, path: str, follow_links: bool) -> tuple[Any, str]:
-    """Return the object at a path, and its path without soft links up to a link to another file.
+    """Find the object at a path in an HDF5 file. Return it, and its path without soft links.
 
-    The object is None if there is none. Raise UserError for a link to another file unless `follow_links`.
+    The object is None if there is none. Behind a link to another file, the path stays as it is. Raise UserError for
+    such a link unless `follow_links`.
+
+    Args:
+        h5: the open file or a group.
+        path: the path.
+        follow_links: True if other files that this one names may be read.
     """
     node, names, led_on, passed, place = h5, path.split("/"), 0, list[str](), ""
     while names:
@@ -242,12 +264,14 @@ def _find(h5: Any, path: str, follow_links: bool) -> tuple[Any, str]:
 
 
 def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
-    """Raise UserError if the voxels of a dataset cannot or may not be read.
+    """Raise UserError if the voxels of an HDF5 dataset cannot or may not be read.
 
     That is the case for a filter that this HDF5 lacks, and for voxels in other files unless `follow_links`. It is so
     too for voxels of external files or virtual sources that are missing, which HDF5 would read as fill values.
 
     Args:
+        dataset: the open dataset.
+        follow_links: True if other files that this one names may be read.
         depth: number of virtual datasets that led to this one.
     """
     file, name = dataset.file.filename, dataset.name
@@ -285,9 +309,9 @@ def _check_storage(dataset: Any, follow_links: bool, depth: int = 0) -> None:
 
 
 def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield each source of a virtual dataset: its file, its dataset, and the least shape that it must have.
+    """Yield each source of a virtual HDF5 dataset: its file, its dataset, and the least shape that it must have.
 
-    Numbered sources (`part%b.h5`) are given up to the last one that exists.
+    Numbered sources (`part%b.h5`) are given up to the last one that exists. Nothing is yielded for other datasets.
     """
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         shape: tuple[int, ...] = ()
@@ -304,18 +328,23 @@ def _sources(dataset: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name of a virtual dataset's source with its number in the place of `%b`, as HDF5 spells it."""
+    """Return the name of a virtual HDF5 dataset's source with its number in the place of `%b`, as HDF5 spells it."""
     return re.sub("%([%b])", lambda sign: "%" if sign[1] == "%" else str(number), name)
 
 
 def _places(file: str, other: str) -> list[Path]:
-    """Return the paths at which HDF5 looks for another file that a file names, in its order."""
+    """Return the paths at which HDF5 looks for a file that another one names, in its order.
+
+    Args:
+        file: the file that names it.
+        other: the name.
+    """
     names = (other, Path(other).name)[: 1 + Path(other).is_absolute()]
     return [folder / name for name in names for folder in (Path(file).parent, Path(), Path(file).resolve().parent)]
 
 
 def _check_other(file: str, what: str, other: str, follow_links: bool, places: Sequence[Path] | None = None) -> Path:
-    """Return the path of another file that a file names.
+    """Return the path of a file that an HDF5 file names.
 
     Raise UserError unless `follow_links`, except if the other file is this file. Raise it also if the other file is
     missing, or if it is a pipe or a device.
@@ -324,6 +353,7 @@ def _check_other(file: str, what: str, other: str, follow_links: bool, places: S
         file: the file that names the other one.
         what: what is stored there, for errors.
         other: the other file's name.
+        follow_links: True if the user allows other files.
         places: paths at which it may be; None for those of HDF5.
     """
     place = next(filter(is_there, places or _places(file, other)), None)
@@ -398,10 +428,12 @@ class _HdfStream(io.FileIO):
 
 
 def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None:
-    """Write the voxels of a result.
+    """Write the voxels of a result to an HDF5 file, as one dataset or as a dataset for each slice (frame).
 
     Args:
+        file: the open file.
         names: path of the dataset, or of each frame.
+        new: the result.
     """
     if "frames" not in new.metadata.details:
         chunks = (1, *new.shape[1:])[-new.ndim :]
@@ -417,7 +449,7 @@ def _write_voxels(file: h5py.File, names: Sequence[str], new: NewVolume) -> None
 
 
 def _describe(dataset: h5py.Dataset, new: NewVolume) -> None:
-    """Write the metadata of an input of another format as attributes of the new dataset."""
+    """Write the metadata of an input that is not HDF5 as attributes of the result's dataset."""
     kept = new.metadata
     if kept.voxel_size and kept.unit:
         dataset.attrs["element_size_um"] = np.array(kept.voxel_size) * (LENGTHS[kept.unit][1] / 1e-6)
@@ -432,7 +464,8 @@ def _describe(dataset: h5py.Dataset, new: NewVolume) -> None:
 
 
 def _say(node: Any, name: str, text: str) -> None:
-    """Write a text as an attribute of `node`, or as a dataset under /process if it is too long for an attribute."""
+    """Write a text as an attribute of an HDF5 object, or as a dataset under /process if it is too long for an
+    attribute."""
     if len(text.encode()) < LONGEST_ATTRIBUTE:
         node.attrs[name] = text
     else:
@@ -440,8 +473,9 @@ def _say(node: Any, name: str, text: str) -> None:
 
 
 def _copy_around(old: Any, new: Any, nodes: Mapping[str, Any], own: Collection[str], result: NewVolume) -> Placed:
-    """Copy what lies beside the voxels: names, the groups' attributes, and small datasets. Return their new paths by
-    key.
+    """Copy what lies beside the voxels of an HDF5 input to its result: names, groups' attributes, and small datasets.
+
+    Return the path of each object in the result, by its `_key` in the input; None for one that was not copied.
 
     Nothing that lies in other files is copied, and neither are sources of a virtual dataset, which hold the input's
     voxels. An object that has several names keeps all of them. Scales are cut to the result's region. A file with very
@@ -450,7 +484,7 @@ def _copy_around(old: Any, new: Any, nodes: Mapping[str, Any], own: Collection[s
     Args:
         old: the input's open file.
         new: the result's open file.
-        nodes: the dataset or the frames, by path.
+        nodes: the input's dataset or its frames, by path.
         own: paths of `nodes` that are in the result.
         result: the result that is written.
     """
@@ -491,20 +525,26 @@ def _copy_around(old: Any, new: Any, nodes: Mapping[str, Any], own: Collection[s
 
 
 def _try(h5: Any, path: str, follow_links: bool) -> Any:
-    """Return the object at a path; None if it is missing, damaged, or in a file that may not be read."""
+    """Return the object at a path of an HDF5 file; None if it is missing, damaged, or in a file that may not be read.
+
+    Args:
+        h5: the open file or a group.
+        path: the path.
+        follow_links: True if other files that this one names may be read.
+    """
     with contextlib.suppress(UserError, KeyError, OSError, RuntimeError):
         return _find(h5, path, follow_links)[0]
     return None
 
 
 def _key(node: Any) -> tuple[int, int]:
-    """Return a key of an object that is equal for all its names, as long as its file is open."""
+    """Return a key of an HDF5 object that is equal for all its names, as long as its file is open: two numbers."""
     about = h5py.h5o.get_info(node.id)
     return about.fileno, about.addr
 
 
 def _cut_scales(dataset: Any, region: Region) -> dict[Any, slice]:
-    """Return the part of each scale that belongs to a region, by the scale's key.
+    """Return, for each dimension scale of an HDF5 dataset, the part that belongs to a region, by the scale's `_key`.
 
     Scales are those attached to the dataset's axes, and datasets beside it that have the name of an axis.
     """
@@ -534,23 +574,30 @@ def _attach_scales(old: Any, new: Any, path: str, placed: Placed) -> None:
 
 
 def _find_scales(axis: Any) -> list[Any]:
-    """Return the scales that are attached to an axis; empty if they cannot be read."""
+    """Return the dimension scales that are attached to an axis of an HDF5 dataset; empty if they cannot be read."""
     with contextlib.suppress(Exception):  # the file may name scales that it does not hold
         return list(axis.values())
     return []
 
 
 def _own_sources(dataset: Any) -> Iterator[Any]:
-    """Yield the datasets of the same file that a virtual dataset is made of, also through other virtual ones."""
+    """Yield the datasets that a virtual HDF5 dataset is made of and that are in the same file, also through other
+    virtual ones."""
     for other, path, _ in _sources(dataset):
         if other == "." and (source := _try(dataset.file, path, True)) is not None:
             yield from (source, *_own_sources(source))
 
 
 def _is_kept(node: Any, old: Any, restored: Collection[Any]) -> bool:
-    """Return True if a dataset is copied: it is small, and its voxels lie in the file `old`.
+    """Return True if a dataset beside the voxels is copied to the result: it is small, and its voxels lie in the
+    input's file.
 
     A virtual dataset is kept if all its sources are `restored` datasets.
+
+    Args:
+        node: the dataset, or another object.
+        old: the input's open file.
+        restored: keys (`_key`) of the input's datasets that were restored as a whole; empty for a region.
     """
     if not isinstance(node, h5py.Dataset) or node.file != old or node.external:
         return False
@@ -561,7 +608,13 @@ def _is_kept(node: Any, old: Any, restored: Collection[Any]) -> bool:
 
 
 def _copy_attributes(old: Any, new: Any, without: Collection[str] = ()) -> None:
-    """Copy attributes but those in `without` and references to objects, which are invalid in another file."""
+    """Copy the attributes of an HDF5 object to another one.
+
+    References to objects are left out, as they are invalid in another file.
+
+    Args:
+        without: names of attributes to leave out.
+    """
     for name in [name for name in old.attrs if name not in without]:
         with contextlib.suppress(TypeError, ValueError, OSError):  # types that h5py lacks
             stored = old.attrs.get_id(name).get_type().copy()

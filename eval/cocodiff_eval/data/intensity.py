@@ -20,7 +20,10 @@ _TAPS = (0.125, 0.375, 0.375, 0.125)  # binomial (1, 3, 3, 1): enough smoothing 
 
 
 def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
-    """Return weighted sums of four neighbours at every second place along `axis`, with zeros beyond the ends."""
+    """Return an array smoothed and at half the resolution along `axis`: weighted sums of four neighbours.
+
+    Beyond the ends it counts as zero.
+    """
     values = np.moveaxis(values, axis, 0)
     even = len(values) + len(values) % 2
     padded = np.pad(values, [(1, even + 1 - len(values)), (0, 0)])
@@ -29,13 +32,14 @@ def _smooth_halve(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def downsample(image_YX: np.ndarray, weight_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return an image and its weights at half the resolution, both [ceil(Y/2), ceil(X/2)].
+    """Return an image and the weights of its samples at half the resolution, both [ceil(Y/2), ceil(X/2)].
 
-    A weight is the share of known voxels behind a sample, in [0, 1]. Where it is 0, the image is 0.
+    It makes a level of the pyramid from which holes are filled. A weight is the share of known voxels behind a sample,
+    in [0, 1]. Where it is 0, the image is 0.
 
     Args:
         image_YX: float64 [Y, X].
-        weight_YX: float64 [Y, X] in [0, 1].
+        weight_YX: float64 [Y, X] in [0, 1]; at full resolution 1 for known voxels, 0 for others.
     """
     total = _smooth_halve(_smooth_halve(image_YX * weight_YX, 0), 1)
     weight = _smooth_halve(_smooth_halve(weight_YX, 0), 1)
@@ -45,7 +49,7 @@ def downsample(image_YX: np.ndarray, weight_YX: np.ndarray) -> tuple[np.ndarray,
 
 
 def _double(values: np.ndarray, axis: int, length: int) -> np.ndarray:
-    """Return `values` interpolated linearly to twice as many places along `axis`, cut to `length`."""
+    """Return an array interpolated linearly to twice as many places along `axis`, cut to `length` places."""
     values = np.moveaxis(values, axis, 0)
     before = np.concatenate([values[:1], values[:-1]])
     after = np.concatenate([values[1:], values[-1:]])
@@ -54,8 +58,10 @@ def _double(values: np.ndarray, axis: int, length: int) -> np.ndarray:
 
 
 def upsample(image_YX: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Return an image interpolated linearly to the next finer level of `shape`, with samples placed as in
-    `downsample`."""
+    """Return an image interpolated linearly to the next finer level of a pyramid, which has `shape`.
+
+    Samples lie where `downsample` has them.
+    """
     return _double(_double(image_YX, 0, shape[0]), 1, shape[1])
 
 
@@ -99,16 +105,17 @@ UNBOUNDED = 0.99  # share of a dtype's range: a wider interval means that nothin
 
 @dataclass(frozen=True)
 class IntensityRange:
-    """The two intensities that models, metrics and pictures take for 0 and 1, in the input's units.
+    """The two intensities of a stack that models, metrics and pictures take for 0 and 1, in the input's units.
 
-    For a whole stack they are the smallest and the largest known voxel that is not an outlier.
+    They are the smallest and the largest known voxel that is not an outlier, unless the user gives others.
     """
 
     low: float  # the intensity that is 0
     high: float  # the intensity that is 1
     extremes: tuple[float, float] | None = None  # smallest and largest of all known voxels; None without outliers
     beyond: int = 0  # number of known voxels that are outliers
-    declared: Declared = field(default_factory=dict, hash=False)  # what the file's attributes say of its values
+    # for instance the value of missing voxels
+    declared: Declared = field(default_factory=dict, hash=False)  # what the file's attributes declare of its values
 
     @property
     def scale(self) -> float:
@@ -122,13 +129,18 @@ class IntensityRange:
         return min(0.0, (low - self.low) / self.scale), max(1.0, (high - self.low) / self.scale)
 
     def normalise(self, image_YX: np.ndarray) -> np.ndarray:
-        """Return an image as float64 with `low` as 0 and `high` as 1. Outliers and masked voxels may lie beyond."""
+        """Return an image in normalised units, float64, with `low` as 0 and `high` as 1. Outliers and masked voxels may
+        lie beyond."""
         return (image_YX.astype(np.float64) - self.low) / self.scale
 
     def known01(self, image: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Return the known voxels as models see them: float64 in [0, 1], with outliers at its ends.
+        """Return a slice as models see its known voxels: float64 in [0, 1], with outliers at its ends.
 
         Masked voxels are not read. They become some value of [0, 1].
+
+        Args:
+            image: in the input's units.
+            mask: True for voxels that are not known.
         """
         known = np.where(mask, np.asarray(self.low).astype(image.dtype), image)
         return np.clip(self.normalise(known), 0.0, 1.0)
@@ -188,7 +200,11 @@ def intensity_range(
 
 
 def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[float, float, tuple[float, float], int]:
-    """Return the smallest and the largest known voxel, the `fences` of all known voxels, and their number."""
+    """Read the known voxels of a stack. Return the smallest, the largest, their `fences` against outliers, and their
+    number.
+
+    Raise UserError if voxels outside the mask are NaN, Inf or declared missing.
+    """
     low, high = np.inf, -np.inf
     count, bad, first = 0, 0, ""
     sample: list[np.ndarray] = []
@@ -220,14 +236,23 @@ def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[
 
 
 def _read_known(stack: Stack, mask: Mask, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return a slice, its known voxels as a mask, and the voxels outside the mask that are missing as a mask."""
+    """Read a slice. Return it, the mask of its known voxels, and the mask of voxels outside the mask that are missing.
+
+    All are [Y, X].
+    """
     image_YX, outside_YX = stack.read(index), ~mask.read(index)
     missing_YX = find_missing(stack.metadata.declared, image_YX) | ~np.isfinite(image_YX)
     return image_YX, outside_YX if mask.from_file else ~missing_YX, missing_YX & outside_YX
 
 
 def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, float]) -> tuple[tuple[float, float], int]:
-    """Return the smallest and the largest known voxel between two intensities, and the number beyond them."""
+    """Return the smallest and the largest known voxel of a stack between two intensities, as a pair, and the number of
+    known voxels beyond these.
+
+    Args:
+        progress: shows the progress of reading.
+        ends: the two intensities.
+    """
     low, high, beyond = np.inf, -np.inf, 0
     for index in progress(range(len(stack)), f"reading {stack.name} again"):
         if index in mask.full:
@@ -272,10 +297,16 @@ def prepare_slice(image_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRan
 def compose_native(
     original_YX: np.ndarray, restored01_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> np.ndarray:
-    """Return the restored slice in the dtype of `original_YX`. Outside the mask it has the original's bits.
+    """Return the restored slice in the dtype of the input's. Outside the mask it has the input's bits.
 
     Restored values are rounded to the nearest integer for integer dtypes. They are clipped to the dtype, or to the
     valid range that the file declares. A value that the file declares to mean "missing" is replaced by the next one.
+
+    Args:
+        original_YX: the input's slice.
+        restored01_YX: the restored slice, normalised.
+        mask_YX: True for restored voxels.
+        scale: the intensity range, and what the file declares of its values.
     """
     restored_P = scale.denormalise(restored01_YX[mask_YX])
     if original_YX.dtype.kind in "ui":
@@ -317,13 +348,20 @@ FLIPS = ((), (0,), (1,), (2,), (1, 2))  # axes (0: z) along which a truth may be
 def compare_truth(
     truth: Stack, stack: Stack, mask: Mask, scale: IntensityRange, progress: Progress = unwatched
 ) -> Stack:
-    """Return the truth of a stack, with a remark if its voxels outside the mask differ from the stack's.
+    """Compare a truth (known original) with its input outside the mask. Return the truth, with a remark if they differ.
 
     Voxels are equal if they differ by less than SAME of the range, or by at most one unit in an integer stack. Voxels
     of the truth that are NaN are not compared. Both volumes are read once.
 
-    Raise UserError if the root mean square difference is above OTHER of the range and `likeness` sees why: the truth
-    is mirrored, scaled, or unlike the input. Without such a reason there is only the remark.
+    Raise UserError if the root mean square difference is above OTHER of the range and `likeness` sees why: the truth is
+    mirrored, scaled, or unlike the input. Without such a reason there is only the remark.
+
+    Args:
+        truth: the known original.
+        stack: the input.
+        mask: the voxels to restore.
+        scale: the input's range of intensities.
+        progress: shows the progress of reading.
     """
     step = min(1.0, scale.scale / 10) if stack.dtype.kind in "ui" else 0.0
     known, other, largest, squares = 0, 0, 0.0, 0.0

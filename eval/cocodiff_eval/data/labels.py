@@ -21,7 +21,10 @@ LABELS = "labels"  # the group of label images beside the levels
 
 
 class LabelStore(ZarrStore):
-    """A label image in a store of results. Its smaller levels take every second voxel, as labels have no mean."""
+    """A label image (segmentation) that is written into a Zarr store of results.
+
+    Its smaller levels take every second voxel, as labels have no mean.
+    """
 
     def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
         return self.get(above, self.step[0] * index)[::2, ::2]
@@ -38,10 +41,10 @@ class LabelStore(ZarrStore):
 
 
 def write_labels(result: NewVolume, volume: Stack, mask: Reader | None, provenance: Mapping[str, Any]) -> list[str]:
-    """Write label images into a store of results. Return a line for each label image of the input that could not be
-    kept.
+    """Write label images into a Zarr store of results: those of the input's own store, and the generated mask.
 
-    Label images of the input's own store are cut to the result's region. The mask is written as label 1.
+    Return a line for each label image of the input that could not be kept. Label images of the input are cut to the
+    result's region. The mask is written as label 1.
 
     Args:
         result: the result, whose store exists.
@@ -75,7 +78,13 @@ def write_labels(result: NewVolume, volume: Stack, mask: Reader | None, provenan
 
 
 def _write_label(store: Path, name: str, label: NewVolume) -> None:
-    """Write one label image into the group of labels of a store."""
+    """Write one label image into the group of label images of a store.
+
+    Args:
+        store: the store's folder.
+        name: name of the label image, which may be a path.
+        label: the label image.
+    """
     with writing(store):
         group = zarr.open_group(store, mode="r+")
         for part in (LABELS, *name.split("/")[:-1]):  # a name may be a path through further groups
@@ -84,7 +93,10 @@ def _write_label(store: Path, name: str, label: NewVolume) -> None:
 
 
 def _label_of(volume: Stack, name: str) -> Stack:
-    """Return a label image of a Zarr input's own store, cut to the region. Raise UserError if it cannot be cut."""
+    """Return the label image of this name in a Zarr input's own store, cut to the input's region.
+
+    Raise UserError if it cannot be cut.
+    """
     details = volume.metadata.details
     label = matched(open_zarr(details["store"], inside(details["inner"], LABELS, name)), volume)
     if volume.region is not None and label.region is None:
@@ -101,7 +113,7 @@ def _label_of(volume: Stack, name: str) -> Stack:
 
 
 def _called(details: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the details of an image under the name of a label image beside it."""
+    """Return a Zarr input's details for a label image beside it: a copy in which the image has that name."""
     return {**details, "image": {**details["image"], "name": name}} if details.get("image") else dict(details)
 
 

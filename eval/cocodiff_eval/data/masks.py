@@ -40,7 +40,7 @@ RIM, RIM_SLICES, RIM_SHARE, RIM_APART = 8, 8, 0.1, 0.2
 
 @dataclass(frozen=True)
 class Mask:
-    """The voxels of a stack that are to be restored."""
+    """The voxels of a stack of slices that are to be restored."""
 
     name: str  # `block`, `center`, `none`, or the name of the mask's file, safe as a file name
     from_file: bool  # True if the mask was read from a file, so that the truth under it is unknown
@@ -57,7 +57,14 @@ class Mask:
 
 
 def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
-    """Return a mask of nine random cells of a 6 x 6 grid, boolean [Y, X]. Cell edges lie at round(i * side / 6)."""
+    """Return a mask of nine random cells of a 6 x 6 grid, boolean [Y, X], True at voxels to restore.
+
+    Cell edges lie at round(i * side / 6).
+
+    Args:
+        shape: numbers of rows and columns.
+        seed: decides which cells.
+    """
     rows, columns = ([round(i * side / GRID) for i in range(GRID + 1)] for side in shape)
     mask_YX = np.zeros(shape, dtype=bool)
     # Python's generator, not NumPy's: its sequence for a seed is the same in every version.
@@ -68,7 +75,11 @@ def block_mask(shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def center_mask(shape: tuple[int, int]) -> np.ndarray:
-    """Return a mask of the central half of both sides, boolean [Y, X]."""
+    """Return a mask of the central half of both sides, boolean [Y, X], True at voxels to restore.
+
+    Args:
+        shape: numbers of rows and columns.
+    """
     mask_YX = np.zeros(shape, dtype=bool)
     top, left = (round(side / 4) for side in shape)
     mask_YX[top : shape[0] - top, left : shape[1] - left] = True
@@ -76,10 +87,10 @@ def center_mask(shape: tuple[int, int]) -> np.ndarray:
 
 
 def depth(read: Reader, index: int, slices: int) -> np.ndarray:
-    """Return the distance in voxels of each masked voxel of slice `index` from the nearest known one; float64 [Y, X].
+    """Return how deep in the hole each masked voxel of slice `index` lies: its distance from the nearest known one.
 
-    Known voxels of the same slice count, and those straight before or behind in other slices. The distance is 0 for
-    known voxels.
+    It is in voxels, float64 [Y, X], and 0 for known voxels. Known voxels of the same slice count, and those straight
+    before or behind in other slices.
 
     Args:
         read: gives the mask of a slice.
@@ -97,14 +108,17 @@ def depth(read: Reader, index: int, slices: int) -> np.ndarray:
 
 
 def depth_in(mask_YX: np.ndarray) -> np.ndarray:
-    """Return the distance in voxels of each masked voxel of a slice from the nearest known one; float64 [Y, X]."""
+    """Return the distance of each masked voxel of a slice from the nearest known voxel of that slice, in voxels.
+
+    It is float64 [Y, X]: 0 for known voxels, and FAR everywhere in a slice without any.
+    """
     from scipy.ndimage import distance_transform_edt
 
     return np.full(mask_YX.shape, float(FAR)) if mask_YX.all() else np.asarray(distance_transform_edt(mask_YX))
 
 
 def nothing_masked(stack: Stack) -> Mask:
-    """Return a mask of a stack in which all voxels are known."""
+    """Return a mask of a stack in which all voxels are known, for commands that do not restore."""
     return Mask("none", False, stack.shape, lambda index: np.zeros(stack.shape[1:], bool), (False,) * len(stack))
 
 
@@ -118,7 +132,7 @@ def make_mask(
     grow: int = 0,
     invert: bool | None = None,
 ) -> Mask:
-    """Return the mask for one input.
+    """Make the mask of voxels to restore for one input: generated, or read from a file.
 
     A 2-D mask file holds for every slice. A 3-D one must have the shape of the stack, or of the volume that the stack
     is a part of. Non-zero voxels of a file are restored.
@@ -130,6 +144,7 @@ def make_mask(
         kind: `block` (random, by `seed`), `center`, the path of a mask in any format that can be read, or `labels/NAME`
             in a Zarr input's own store.
         stack: the input.
+        seed: of a `block` mask.
         follow_links: True to read other files that an HDF5 file names.
         progress: shows the progress of reading a file.
         along_z: True if only slices along z are restored, so that at least one of them must have known voxels.
@@ -161,7 +176,16 @@ def make_mask(
 def _mask_from_file(
     volume: Stack, stack: Stack, progress: Progress, along_z: bool, grow: int, invert: bool | None
 ) -> Mask:
-    """Return the mask for a stack from an open file. Raise UserError if its shape or its values do not fit."""
+    """Return the mask for a stack from an open mask file. Raise UserError if its shape or its values do not fit.
+
+    Args:
+        volume: the open file.
+        stack: the input.
+        progress: shows the progress of reading.
+        along_z: True if only slices along z are restored, so that at least one of them must have known voxels.
+        grow: voxels by which the marked regions are enlarged on each side.
+        invert: True to restore what the file does not mark. None refuses a file that marks more than MOST_MASKED.
+    """
     if volume.shape[1:] != stack.shape[1:] or (volume.ndim == 3 and volume.shape != stack.shape):
         raise UserError(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
@@ -196,6 +220,9 @@ def _check_values(
     Args:
         volume: the mask's file, whose reader gives the values as they are stored.
         read: gives the voxels to restore in a slice.
+        progress: shows the progress of reading.
+        along_z: True if only slices along z are restored, so that at least one of them must have known voxels.
+        invert: the user's option; None refuses a file that marks more than MOST_MASKED.
     """
     values, counts = set[float](), list[int]()
     for index in progress(range(volume.shape[0]), f"reading {volume.name}"):
@@ -229,7 +256,7 @@ def _check_values(
 
 
 def check_rim(stack: Stack, mask: Mask) -> list[str]:
-    """Return a remark for the user if known voxels beside a mask look like what it covers, else [].
+    """Return a line for the user, in a list, if known voxels beside a mask look like what it covers; else [].
 
     The mask is then probably too small. The stored voxels under the mask and around it are read in a few slices. A
     known voxel looks like what is covered if it is nearer to the median under the mask than to the range of the voxels

@@ -66,7 +66,12 @@ def open_mrc(file: str) -> Stack:
 
 
 def _parse(head: bytes, order: str) -> np.ndarray:
-    """Return a copy of a header's bytes as one NumPy record. `order` is its byte order, "<" or ">"."""
+    """Return a copy of the bytes of an MRC header as one NumPy record of HEADER's fields.
+
+    Args:
+        head: the header's 1024 bytes.
+        order: their byte order, "<" or ">".
+    """
     return np.frombuffer(bytearray(head), HEADER.newbyteorder(">" if order == ">" else "<")).reshape(())
 
 
@@ -109,7 +114,10 @@ def _new_header(new: NewVolume) -> np.ndarray:
 
 
 def _move(header: np.ndarray, new: NewVolume) -> None:
-    """Change a header to the shape and the position of a region. A cell larger than the volume stays."""
+    """Change an MRC header, in place, to the shape of a result and to the position of its region in the input.
+
+    A cell larger than the volume stays.
+    """
     (stamp, flags), intervals = header["imod"], header["intervals"].copy()
     standard = header["version"] >= FIRST_VERSION or stamp != IMOD_STAMP or flags & STANDARD_ORIGIN
     first, count = (np.array(numbers[::-1]) for numbers in (start_of(new.region), new.shape))

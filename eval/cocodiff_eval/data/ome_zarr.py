@@ -46,7 +46,10 @@ _STORE = re.compile(r"^(?P<store>.+?\.zarr):*(?:/(?P<inner>.*))?$", re.IGNORECAS
 
 
 def split_store(path: str) -> tuple[str, str] | None:
-    """Return the store and the path inside it for `store.zarr:/path` or `store.zarr/path`; None for other paths."""
+    """Return the folder of a Zarr store and the path inside it, for `store.zarr:/path` or `store.zarr/path`.
+
+    Return None for other paths.
+    """
     match = _STORE.match(path.rstrip("/"))
     if match is not None and is_folder(match["store"]):
         return match["store"], (match["inner"] or "").strip("/")
@@ -61,12 +64,17 @@ def is_store(folder: str) -> bool:
 
 
 def inside(*parts: str) -> str:
-    """Return a path inside a store, joined from parts that may be empty."""
+    """Return a path inside a Zarr store, joined from parts of which some may be empty."""
     return "/".join(filter(None, parts))
 
 
 def open_node(store: str, *parts: str) -> Any:
-    """Open a group or an array of a store on disk for reading. Raise UserError if there is none at that path."""
+    """Open a group or an array of a Zarr store on disk for reading. Raise UserError if there is none at that path.
+
+    Args:
+        store: the store's folder.
+        parts: parts of the path inside it, which may be empty.
+    """
     import zarr
 
     inner = inside(*parts)
@@ -80,7 +88,7 @@ def open_node(store: str, *parts: str) -> Any:
 
 
 def open_zarr(store: str, inner: str) -> Stack:
-    """Open an array, or level 0 of a multiscale image, as a volume. No voxels are read yet.
+    """Open an array of a Zarr store, or level 0 of a multiscale image, as a volume. No voxels are read yet.
 
     Axes before slices, rows and columns (time, channel) must have length 1. Raise UserError for axes in another order,
     for malformed metadata, and for a node that is neither an array nor an image. Raise it also for chunks that do not
@@ -135,12 +143,15 @@ def open_zarr(store: str, inner: str) -> Stack:
 
 
 def _check_chunks(store: str, array: Any, slices: range, lead: int, ndim: int) -> None:
-    """Raise an error if a chunk that some slices need is cut short or is no regular file.
+    """Raise an error if a chunk of a Zarr array is cut short or is no regular file. It is called before slices are
+    read.
 
     The library of Blosc reads beyond the end of a chunk that is cut short.
 
     Args:
-        slices: numbers of the slices.
+        store: the store's folder.
+        array: the array.
+        slices: numbers of the slices, whose chunks are checked.
         lead: number of axes before slices, rows and columns.
         ndim: 3 if the array has slices, 2 if it is a single one.
     """
@@ -171,7 +182,17 @@ def _check_regular(store: str, path: Path) -> None:
 def _metadata(
     path: str, store: str, inner: str, node: Any, array: Any, image: Mapping[str, Any], lead: int
 ) -> Metadata:
-    """Return the metadata of an open image or array, with remarks on what results do not keep."""
+    """Return the metadata of an open Zarr image or array, with remarks for the user on what results do not keep.
+
+    Args:
+        path: as the user named it.
+        store: the store's folder.
+        inner: path inside the store.
+        node: the group of the image, or the array.
+        array: the array of voxels.
+        image: the metadata of the multiscale image; empty for an array.
+        lead: number of axes before slices, rows and columns.
+    """
     axes, count = axes_of(image.get("axes")), len(array.shape)
     sides, units = list[float](), list[str]()
     scale = transform_of(image["datasets"][0], "scale") if image else None
@@ -204,9 +225,13 @@ def _metadata(
 
 
 def _declared(array: Any, path: str, of_image: bool) -> Declared:
-    """Return what an array's attributes declare of its values.
+    """Return what a Zarr array's attributes declare of its values, such as the one that means "missing".
 
     In Zarr v2, xarray stores the missing value as the array's own fill value. OME-Zarr does not.
+
+    Args:
+        path: its path, for errors.
+        of_image: True if it is a level of a multiscale image.
     """
     own, attributes = array.metadata.fill_value, array.attrs.asdict()
     if "_ARRAY_DIMENSIONS" in attributes and array.metadata.zarr_format == 2 and not of_image and own is not None:
@@ -215,13 +240,18 @@ def _declared(array: Any, path: str, of_image: bool) -> Declared:
 
 
 def _dimensions(array: Any) -> list[str]:
-    """Return the names of an array's dimensions, as Zarr v3 or xarray stores them; empty if one has no name."""
+    """Return the names of a Zarr array's dimensions, as Zarr v3 or xarray stores them; empty if one has no name."""
     names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
     return [*names] if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else []
 
 
 def _level_shapes(node: Any, image: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Return the shapes of the image's levels, up to the first one that is missing."""
+    """Return the shapes of the arrays of a multiscale image's levels, up to the first one that is missing.
+
+    Args:
+        node: the image's group.
+        image: its metadata.
+    """
     found = []
     with contextlib.suppress(Exception):
         for dataset in image.get("datasets", ()):
@@ -230,7 +260,7 @@ def _level_shapes(node: Any, image: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 
 def _byteorder(array: Any) -> str:
-    """Return the byte order of an array's stored values, "<" or ">"."""
+    """Return the byte order of a Zarr array's stored values, "<" or ">"."""
     if array.metadata.zarr_format == 2:
         return ">" if np.dtype(array.metadata.dtype.to_native_dtype()).byteorder == ">" else "<"
     endian = getattr(array.serializer, "endian", None)
@@ -238,7 +268,10 @@ def _byteorder(array: Any) -> str:
 
 
 def _stem(store: str, inner: str) -> str:
-    """Return a name for an image: the label's own name, or the store's name and the path inside it."""
+    """Return a name for an image in a Zarr store, by which results are called.
+
+    It is a label image's own name, else the store's name and the path inside it.
+    """
     parts = inner.split("/")
     if len(parts) > 1 and parts[-2] == "labels":
         return parts[-1]
@@ -247,7 +280,7 @@ def _stem(store: str, inner: str) -> str:
 
 
 def _list_arrays(store: str) -> str:
-    """Return a phrase that lists the arrays of a store, for errors."""
+    """Return a phrase that lists the arrays of a Zarr store, for errors."""
     import zarr
 
     found: list[str] = []
@@ -259,7 +292,7 @@ def _list_arrays(store: str) -> str:
 
 
 def of_ngff(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a node's attributes that belongs to NGFF. From 0.5 on it stands below `ome`."""
+    """Return the part of a group's attributes that belongs to NGFF (OME-Zarr). From 0.5 on it stands below `ome`."""
     ome = attributes.get("ome")
     return ome if isinstance(ome, Mapping) else attributes
 
@@ -269,6 +302,10 @@ def multiscale(attributes: Mapping[str, Any], path: str) -> dict[str, Any]:
 
     Its `axes` are names or mappings with a name. Its `datasets` are mappings with a path, and no path occurs twice.
     Raise UserError for other axes and datasets. Transformations are checked by `check_transforms`.
+
+    Args:
+        attributes: the group's.
+        path: its path, for the error.
     """
     listed = of_ngff(attributes).get("multiscales")
     first = listed[0] if isinstance(listed, list | tuple) and listed else None
@@ -284,9 +321,14 @@ def multiscale(attributes: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def check_transforms(image: Mapping[str, Any], count: int, path: str) -> None:
-    """Raise UserError for malformed transformations of level 0 or of the whole image.
+    """Raise UserError for malformed transformations of a multiscale image or of its level 0.
 
     They must be lists, and scales and translations must be `count` finite numbers.
+
+    Args:
+        image: the image's metadata.
+        count: number of axes.
+        path: its path, for the error.
     """
     for owner in (image, image["datasets"][0]):
         given = owner.get("coordinateTransformations") or []
@@ -300,7 +342,8 @@ def check_transforms(image: Mapping[str, Any], count: int, path: str) -> None:
 
 
 def transform_of(owner: Mapping[str, Any], kind: str) -> list[float] | None:
-    """Return, for each axis, the product of all scales or the sum of all translations; None if there are none.
+    """Return, for each axis, the product of all scales or the sum of all translations in metadata; None if there are
+    none.
 
     Args:
         owner: the metadata of an image or of a level.
@@ -313,17 +356,28 @@ def transform_of(owner: Mapping[str, Any], kind: str) -> list[float] | None:
 
 
 def _path_of(dataset: Mapping[str, Any]) -> str:
-    """Return a level's path with "/" between its parts."""
+    """Return the path of a level's array in its group, with "/" between its parts.
+
+    Args:
+        dataset: the level's entry in the image's metadata.
+    """
     return "/".join(part for part in str(dataset["path"]).replace("\\", "/").split("/") if part)
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a finite number."""
+    """Return True for a finite number of Python's, False for booleans and all else."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
 
 
 def _malformed(path: str, what: str, given: Any, wanted: str) -> UserError:
-    """Return the error for a malformed entry of an image's metadata."""
+    """Return the error for a malformed entry of a multiscale image's metadata.
+
+    Args:
+        path: the image's.
+        what: the entry's name.
+        given: its value.
+        wanted: what it should be, in words.
+    """
     return UserError(
         f"{path}: {what} of its multiscale image: {reprlib.repr(given)} instead of {wanted}; mend its metadata, or "
         "name the array of its level 0 itself"
@@ -337,14 +391,14 @@ CHUNK_SIDE = 1024  # voxels; side of chunks for an input that is not chunked
 
 
 class ZarrStore:
-    """A store with one multiscale image in its root, that is to be written.
+    """A Zarr store with one multiscale image in its root, that is to be written as a result.
 
     The result of a Zarr input keeps its version, axes, compression and attributes. Others are written as NGFF 0.4,
     which most tools read. A chunk holds voxels of one slice only.
     """
 
     def __init__(self, new: NewVolume) -> None:
-        """Plan the levels of the store of a result."""
+        """Plan the levels of the store of a result. Nothing is written yet."""
         self.new, self.path = new, new.path
         # The number of axes before slices, rows and columns, and the array of a Zarr input's level 0.
         self.lead, self.source = 0, None
@@ -362,7 +416,7 @@ class ZarrStore:
         self.shapes = self._level_shapes(len(levels))
 
     def write(self) -> None:
-        """Write the group and its levels, each computed from the level before."""
+        """Write the store: its group and its levels, each computed from the level before."""
         import zarr
 
         zarr.create_group(self.path, zarr_format=self.version, attributes=self.attributes())
@@ -375,12 +429,12 @@ class ZarrStore:
             above = array
 
     def smaller(self, above: Any, shape: Triple, index: int) -> np.ndarray:
-        """Return a slice of the next level, [Y, X]: means of up to 2 x 2 x 2 voxels.
+        """Return a slice of a smaller level of the image, [Y, X]: means of up to 2 x 2 x 2 voxels of the level before.
 
         Args:
             above: the array of the level before.
-            shape: [N, Y, X] of that level.
-            index: the slice in the next level.
+            shape: [N, Y, X] of the level before.
+            index: the slice in the smaller level.
         """
         step, dtype = self.step[0], self.new.dtype
         together = range(step * index, min(step * (index + 1), shape[0]))
@@ -393,13 +447,16 @@ class ZarrStore:
         return np.asarray(array[self._place(index)]).astype(self.new.dtype)
 
     def _place(self, index: int) -> Any:
-        """Return the index of slice `index` in a level's array."""
+        """Return the index that selects slice `index` in a level's array, which may have axes before its slices."""
         return (*(0,) * self.lead, *((index,) if self.new.ndim == 3 else ()), ...)
 
     def _level_shapes(self, given: int) -> list[Triple]:
-        """Return the shapes [N, Y, X] of all levels.
+        """Return the shapes [N, Y, X] of all levels of the result, the first one full size.
 
-        There are as many as the input has (`given`), or until the longer side is at most SMALLEST_LEVEL.
+        There are as many as the input has, or until the longer side is at most SMALLEST_LEVEL.
+
+        Args:
+            given: number of the input's levels; 0 or 1 if it has none.
         """
         shapes = [self.new.shape]
         while len(shapes) < given if given > 1 else max(shapes[-1][1:]) > SMALLEST_LEVEL:
@@ -410,7 +467,11 @@ class ZarrStore:
         return shapes
 
     def _make_level(self, level: int) -> Any:
-        """Create and return the array of a level, with the input's chunks, codecs and attributes."""
+        """Create the Zarr array of a level, with the input's chunks, codecs and attributes. Return it.
+
+        Args:
+            level: its number, 0 for full size.
+        """
         import zarr
         from zarr.codecs import BytesCodec
 
@@ -442,7 +503,7 @@ class ZarrStore:
         return zarr.create_array(self.path, name=str(level), shape=shape, chunks=chunks, **options)
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes of the root: the input's, with the levels of the result."""
+        """Return the attributes of the store's root group: the input's, with the levels of the result."""
         kept = dict(self.new.metadata.attributes)
         image = {name: value for name, value in self.image.items() if name != "datasets"}
         if not image:
@@ -462,13 +523,13 @@ class ZarrStore:
         return {**kept, "multiscales": [{"version": "0.4", **image}]}
 
     def _new_axes(self) -> list[dict[str, str]]:
-        """Return the metadata of axes for an image that has none."""
+        """Return NGFF's metadata of axes for the result of an input that has none."""
         unit = {"unit": self.new.metadata.unit} if self.new.metadata.unit else {}
         lead = [{"name": "t", "type": "time"}, {"name": "c", "type": "channel"}][-self.lead :] if self.lead else []
         return [*lead, *({"name": name, "type": "space", **unit} for name in "zyx"[-self.new.ndim :])]
 
     def _transforms(self, level: int) -> list[dict[str, Any]]:
-        """Return a level's scale and translation.
+        """Return NGFF's transformations of a level: its scale and, if there is one, its translation.
 
         They are the input's, moved to the region's start and to the middle of the voxels that become one in this level.
         """
@@ -496,6 +557,10 @@ def kept_codecs(source: Any, dtype: np.dtype) -> dict[str, Any]:
     """Return the input's compression as arguments of `zarr.create_array`, for an array of `dtype`.
 
     They leave Zarr's own compression if one of the input's codecs could change a bit.
+
+    Args:
+        source: the input's array.
+        dtype: of the result.
     """
     same = np.dtype(source.dtype).newbyteorder("=") == dtype
     filters = tuple(source.filters or ())
@@ -506,12 +571,13 @@ def kept_codecs(source: Any, dtype: np.dtype) -> dict[str, Any]:
 
 
 def _codec_name(codec: Any) -> str:
-    """Return a codec's name, as in LOSSLESS."""
+    """Return the name of a Zarr codec, as in LOSSLESS."""
     return str(getattr(codec, "codec_id", None) or type(codec).__name__.lower().removesuffix("codec"))
 
 
 def halve(image_YX: np.ndarray) -> np.ndarray:
-    """Return the means of 2 x 2 voxels, or of fewer at the ends of odd sides. float64 [Y, X]."""
+    """Return an image at half the resolution: means of 2 x 2 voxels, or of fewer at the ends of odd sides. float64 [Y,
+    X]."""
     rows, columns = (np.arange(0, side, 2) for side in image_YX.shape)
     sums_YX = np.add.reduceat(np.add.reduceat(image_YX, rows, axis=0), columns, axis=1)
     counts = [np.minimum(2, side - starts) for side, starts in zip(image_YX.shape, (rows, columns), strict=True)]

@@ -23,7 +23,11 @@ BLOCK_BYTES = 2**28  # bytes of slices along z that are in memory while a copy i
 
 
 def reoriented_shape(shape: Triple, axis: str) -> Triple:
-    """Return the number, rows and columns of the slices of a volume [Z, Y, X] along an axis."""
+    """Return the shape of a volume [Z, Y, X] as slices along an axis: their number, their rows and their columns.
+
+    Args:
+        axis: "z", "y" or "x".
+    """
     first = AXES.index(axis)
     rows, columns = (side for place, side in enumerate(shape) if place != first)
     return shape[first], rows, columns
@@ -31,7 +35,7 @@ def reoriented_shape(shape: Triple, axis: str) -> Triple:
 
 @dataclass(frozen=True)
 class MaskStatistics:
-    """Counts of the masked voxels of a mask [Z, Y, X]. They take 8 Z (Y + X) bytes."""
+    """Counts of the masked voxels of a mask [Z, Y, X] in each slice along each axis. They take 8 Z (Y + X) bytes."""
 
     rows_ZY: np.ndarray  # masked voxels in each row of each slice along z, int64
     columns_ZX: np.ndarray  # masked voxels in each column of each slice along z, int64
@@ -39,7 +43,12 @@ class MaskStatistics:
 
     @classmethod
     def of(cls, read: Reader, slices: int) -> MaskStatistics:
-        """Return the statistics of a mask, read slice by slice. `read` gives a slice of it, boolean [Y, X]."""
+        """Count the masked voxels of a mask, which is read slice by slice.
+
+        Args:
+            read: gives a slice of the mask, boolean [Y, X].
+            slices: number of slices.
+        """
         rows, columns, through_YX = [], [], np.asarray(True)
         for mask_YX in map(read, range(slices)):
             rows.append(mask_YX.sum(axis=1))
@@ -62,7 +71,7 @@ class MaskStatistics:
         return {"z": self.rows_ZY.sum(axis=1), "y": self.rows_ZY.sum(axis=0), "x": self.columns_ZX.sum(axis=0)}[axis]
 
     def full(self, axis: str) -> np.ndarray:
-        """Return which slices along an axis are masked wholly, boolean [N]."""
+        """Return, for each slice along an axis, True if it is masked wholly; boolean [N]."""
         _, rows, columns = reoriented_shape(self.shape, axis)
         return np.asarray(self.counts(axis) == rows * columns)
 
@@ -100,7 +109,11 @@ class Reoriented:
         return np.array(self.slices[index])
 
     def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
-        """Return a part of the volume, [Z, Y, X]."""
+        """Return a part of the volume, [Z, Y, X], from the copy.
+
+        Args:
+            parts_ZYX: the ranges of slices, rows and columns of the volume.
+        """
         return np.array(np.moveaxis(self.slices, 0, AXES.index(self.axis))[parts_ZYX])
 
     @property
@@ -110,11 +123,11 @@ class Reoriented:
 
 
 def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatched, what: str = "") -> None:
-    """Write copies of one volume along several axes, unless they exist.
+    """Write a volume as slices along further axes, to files, in one pass over its slices. Files that exist are kept.
 
     Args:
         read: gives a slice along z, [Y, X].
-        copies: the copies, all of one shape.
+        copies: the files to write, with their axes; all of one volume.
         progress: shows the progress of reading.
         what: the volume's name, for the progress.
     """
@@ -138,9 +151,12 @@ def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatc
 
 @dataclass(frozen=True)
 class Restored:
-    """A file with a float32 for each masked voxel, by slices along an axis. Any process may write any slice."""
+    """A file with the restored values of a volume, a float32 for each masked voxel, slice after slice along an axis.
 
-    path: Path
+    Any process may write any slice.
+    """
+
+    path: Path  # the file
     axis: str  # "z", "y" or "x"
     statistics: MaskStatistics  # the mask's, which give each slice's place in the file
 
@@ -150,7 +166,8 @@ class Restored:
             file.truncate(4 * self.statistics.total)
 
     def write(self, index: int, values_P: np.ndarray) -> None:
-        """Write the masked voxels of slice `index` along the axis, row by row. Return when they are on disk."""
+        """Write the values of the masked voxels of slice `index` along the axis, row by row. Return when they are on
+        disk."""
         start = int(self.statistics.starts[self.axis][index, 0])
         with self.path.open("r+b") as file:
             file.seek(4 * start)
@@ -158,12 +175,20 @@ class Restored:
         flush(self.path)
 
     def read(self, index: int) -> np.ndarray:
-        """Return the masked voxels of slice `index` along the axis, row by row, float32 [P]."""
+        """Return the values of the masked voxels of slice `index` along the axis, row by row, float32 [P] for P
+        voxels."""
         count, start = int(self.statistics.counts(self.axis)[index]), int(self.statistics.starts[self.axis][index, 0])
         return np.fromfile(self.path, "<f4", count, offset=4 * start)
 
     def read_along_z(self, index: int, mask_YX: np.ndarray) -> np.ndarray:
-        """Return the masked voxels of slice `index` along z, row by row, float32 [P]. `mask_YX` is its mask."""
+        """Return the values of the masked voxels of slice `index` along z, whatever the file's axis: float32 [P] for P
+        voxels.
+
+        They go row by row.
+
+        Args:
+            mask_YX: the slice's mask.
+        """
         if self.axis == "z":
             return self.read(index)
         counts = (self.statistics.rows_ZY if self.axis == "y" else self.statistics.columns_ZX)[index]

@@ -18,12 +18,13 @@ SMALLEST_SIDE = 16  # voxels: two latent cells of the usual 8-fold autoencoder, 
 
 
 def safe_stem(text: str) -> str:
-    """Return `text` with every character that could trouble a file system or a shell replaced by `_`."""
+    """Return `text` as a name for files: every character that could trouble a file system or a shell is replaced by
+    `_`."""
     return re.sub(r"[^\w.+-]+", "_", text).strip("._-")[:100] or "slice"
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Return the names, with -2, -3, ... appended to repeated ones. Upper and lower case count as equal."""
+    """Return names with -2, -3, ... appended to repeated ones. Upper and lower case count as equal."""
     taken: set[str] = set()
     unique = []
     for wanted in names:
@@ -42,7 +43,7 @@ def open_stack(path: str, follow_links: bool = False, part: Part = WHOLE) -> Sta
     16).
 
     Args:
-        path: as of `formats.open_volume`.
+        path: as `formats.open_volume` takes it.
         follow_links: True to read other files that an HDF5 file names.
         part: the part of the volume that is opened.
     """
@@ -59,7 +60,16 @@ def open_stack(path: str, follow_links: bool = False, part: Part = WHOLE) -> Sta
 
 
 def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = WHOLE) -> list[Stack]:
-    """Open every input and give each a unique name (`scan`, `scan-2`, ...). Upper and lower case count as equal."""
+    """Open every input of a command, and give each a unique name (`scan`, `scan-2`, ...). Upper and lower case count as
+    equal.
+
+    Raise UserError if there are none, or if one cannot be used.
+
+    Args:
+        paths: as `formats.open_volume` takes them.
+        follow_links: True to read other files that an HDF5 file names.
+        part: the part of each volume that is opened.
+    """
     if not paths:
         raise UserError("no input given; name at least one file: --input slice.tif")
     stacks = [open_stack(path, follow_links=follow_links, part=part) for path in paths]
@@ -68,7 +78,13 @@ def open_stacks(paths: Sequence[str], follow_links: bool = False, part: Part = W
 
 
 def open_truth(path: str, stack: Stack, follow_links: bool = False) -> Stack:
-    """Open the known original of `stack` or of its whole volume. Raise UserError if its shape differs."""
+    """Open the known original (truth) of an input or of its whole volume. Raise UserError if its shape differs.
+
+    Args:
+        path: the original's file.
+        stack: the input, which may be a part of a volume.
+        follow_links: True to read other files that an HDF5 file names.
+    """
     truth = matched(open_stack(path, follow_links=follow_links), stack)
     if truth.shape != stack.shape:
         raise UserError(
@@ -97,7 +113,10 @@ def to_grey8(image_YX: np.ndarray, low: float, high: float) -> np.ndarray:
 
 
 def save_preview_png(path: Path, image_YX: np.ndarray, low: float, high: float) -> None:
-    """Save a slice as an 8-bit PNG for viewing. The values themselves are in the result's own file."""
+    """Save a slice as an 8-bit PNG for viewing, where `low` is black and `high` is white.
+
+    The values themselves are in the result's own file.
+    """
     from PIL import Image
 
     Image.fromarray(to_grey8(image_YX, low, high)).save(path)

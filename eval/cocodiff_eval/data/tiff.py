@@ -107,7 +107,12 @@ def open_tiff(file: str) -> Stack:
 
 
 def check_samples(file: str, pages: Sequence[Any]) -> None:
-    """Raise UserError unless all pages' samples are intensities, and of one kind."""
+    """Raise UserError unless the samples of all pages of a TIFF file are intensities, and of one kind.
+
+    Args:
+        file: the file, for the error.
+        pages: pages of tifffile.
+    """
     kinds = {int(page.photometric): getattr(page.photometric, "name", "unknown") for page in pages}
     if len(kinds) > 1 or max(kinds) > 2:  # min is white, min is black, RGB
         raise UserError(
@@ -117,7 +122,7 @@ def check_samples(file: str, pages: Sequence[Any]) -> None:
 
 
 class _TiffReader:
-    """A reader of slices: page by page if pages are slices, else from a memory map, else all slices at once.
+    """A reader of a TIFF file's slices: page by page if pages are slices, else from a memory map, else all at once.
 
     All slices are read at once from a single compressed volume. Each process opens the file for itself. Ranks forked
     after the input was checked would otherwise share one file position and read each other's bytes.
@@ -141,7 +146,7 @@ class _TiffReader:
             self.process = os.getpid()
 
     def whole(self) -> np.ndarray:
-        """Return the whole first series, as a memory map if the file allows it."""
+        """Return the whole first image series of the file, as a memory map if the file allows it."""
         with quiet_libraries(), self._errors("its image"):
             self._open()
             first = self.series[0]
@@ -161,13 +166,17 @@ class _TiffReader:
             return np.asarray(self.volume[index])
 
     def _errors(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises a UserError about `what`, for damaged data, a missing codec or a full disk."""
+        """Return a context that turns errors of reading, such as damaged data or a missing codec, into a UserError.
+
+        Args:
+            what: what cannot be read, such as "slice 3".
+        """
         others = {"imagecodecs": "save it uncompressed"}
         return reading(f"{self.file}: {what} cannot be read", "the file may be damaged", others)
 
 
 def _check_segments(page: Any) -> None:
-    """Raise ValueError for strips or tiles of a page that are not stored. They would be read as 0."""
+    """Raise ValueError for strips or tiles of a TIFF page that are not stored. They would be read as 0."""
     if page.is_contiguous:
         return
     count = math.prod(page.chunked)
@@ -193,7 +202,7 @@ class Slice(NamedTuple):
     """A file of a sequence, with its name cut at the number that counts the files."""
 
     number: Decimal  # 0 for a name without a number
-    file: Path
+    file: Path  # the file
     before: str  # the file's name before the digits
     digits: str  # the number as written; "" for a name without one
     after: str  # the file's name after the digits, without its suffix
@@ -247,7 +256,8 @@ def _slices_in(folder: str) -> list[Path]:
 
 
 def _matching(path: str) -> list[Path]:
-    """Return the files of a folder or a pattern. Raise UserError for none, and for a pattern that fits other files."""
+    """Return the TIFF files of a folder or a pattern. Raise UserError if there are none, or if the pattern fits other
+    files."""
     if is_pattern(path):
         folder, parts = Path(), [*Path(path).parts]
         while len(parts) > 1 and is_there(folder / parts[0]):  # an existing folder's name is no pattern
@@ -268,7 +278,13 @@ def _matching(path: str) -> list[Path]:
 
 
 def _listed(path: str) -> list[Slice]:
-    """Return the slices of one stack in order. Raise UserError for several stacks, with a pattern for one of them."""
+    """Return the files of one stack, cut at their numbers, in the order of these.
+
+    Raise UserError for files of several stacks; it has a pattern for one of them.
+
+    Args:
+        path: a folder or a pattern of names.
+    """
     families = by_key((tuple(re.split(r"\d+", file.stem)), file) for file in _matching(path)).values()
     stacks = sorted((stack for family in families for stack in _divide(family)), key=len)
     if len(stacks) > 1:
@@ -281,9 +297,9 @@ def _listed(path: str) -> list[Slice]:
 def _divide(files: Sequence[Path]) -> list[list[Slice]]:
     """Divide files whose names differ only in numbers into stacks, each in the order of its slices' numbers.
 
-    The number that counts slices is one that increases from each file to the next, and of several the one with the most
-    even steps. All files are then one stack. If no number increases so, it is the one with the most values, and files
-    that differ only in it are a stack.
+    The number that counts slices is one that increases from each file to the next. Of several such numbers it is the
+    one with the most even steps; all files are then one stack. If no number increases so, it is the one with the most
+    values, and files that differ only in it are a stack.
     """
     fractions = {tuple(map(len, re.findall(r"(?<=\d\.)\d+", file.stem))) for file in files}
     numeral = r"(\d+(?:\.\d+)?)" if len(fractions) == 1 else r"(\d+)"  # decimals all have the same length
@@ -304,7 +320,7 @@ def _divide(files: Sequence[Path]) -> list[list[Slice]]:
 
 
 def _pattern(stack: Sequence[Slice]) -> str:
-    """Return a pattern that fits these files and no others; "" if there is none."""
+    """Return a pattern of names that fits the files of a stack and no others; "" if there is none."""
     one = stack[0]._replace(before=glob.escape(stack[0].before), after=glob.escape(stack[0].after))
     patterns = [str(one.file.parent / one.name(sign)) for sign in ("*", "[0-9]*", "?" * len(one.digits))]
     fitting = (pattern for pattern in patterns if {*_matching(pattern)} == {each.file for each in stack})
@@ -312,7 +328,14 @@ def _pattern(stack: Sequence[Slice]) -> str:
 
 
 def _check_numbers(path: str, slices: Sequence[Slice]) -> None:
-    """Raise UserError for a number that occurs twice, and for a step larger than the smallest one."""
+    """Raise UserError if a slice of a sequence is missing, or if two files have the same number.
+
+    A slice is missing if a step between numbers is larger than the smallest one.
+
+    Args:
+        path: as the user named the sequence, for the error.
+        slices: its files in order.
+    """
     steps = [after.number - before.number for before, after in pairwise(slices)]
     least = min(filter(None, steps), default=Decimal(1))
     for (one, other), step in zip(pairwise(slices), steps, strict=True):

@@ -33,7 +33,11 @@ NOTES = "cocodiff"  # name under which results hold their provenance
 
 
 def read_metadata(tiff: Any) -> Metadata:
-    """Return the metadata of an open `tifffile.TiffFile`."""
+    """Return the metadata of an open TIFF file: of its tags, and of ImageJ's, OME's or tifffile's description.
+
+    Args:
+        tiff: a `tifffile.TiffFile`.
+    """
     page = tiff.pages.first
     tags = {tag.code: tag.value for tag in page.tags if tag.code != 270}  # descriptions come twice
     details: dict[str, Any] = {
@@ -77,15 +81,18 @@ def read_metadata(tiff: Any) -> Metadata:
 
 
 def _copied(tag: Any) -> tuple[Any, ...]:
-    """Return a tag as `tifffile.TiffWriter.write` takes it in `extratags`."""
+    """Return a tag of a TIFF page as a tuple that `tifffile.TiffWriter.write` takes in `extratags`."""
     value = tag.value.encode() if isinstance(tag.value, str) else tag.value
     return tag.code, int(tag.dtype), tag.count, value, tag.code != ORIENTATION  # every page has its orientation
 
 
 def traits_of_scan(page: Any) -> dict[str, Any]:
-    """Return what all slices of a scan share, by name: voxel size, software, day, missing value, description.
+    """Return what all slices of a scan should share, by name: voxel size, software, day, missing value, description.
 
     Of the description only the words are returned, as numbers in it may differ from slice to slice.
+
+    Args:
+        page: a page of an open `tifffile.TiffFile`.
     """
     size, words = (X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT), re.findall("[A-Za-z]{2,}", page.description)
     found = {"voxel size": [page.tags.valueof(code) for code in size], "software": page.tags.valueof(SOFTWARE)}
@@ -94,7 +101,11 @@ def traits_of_scan(page: Any) -> dict[str, Any]:
 
 
 def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
-    """Return the X and Y resolution as fractions and their unit's number; None if they are missing or malformed."""
+    """Return the X and Y resolution, as fractions, and the number of their unit; None if they are missing or malformed.
+
+    Args:
+        tags: a page's values by the code of the tag.
+    """
     x, y = tags.get(X_RESOLUTION), tags.get(Y_RESOLUTION)
     if not isinstance(x, tuple) or not isinstance(y, tuple) or len(x) != 2 or len(y) != 2 or not (x[0] and y[0]):
         return None
@@ -102,7 +113,13 @@ def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
 
 
 def _of_resolution(resolution: tuple[Any, Any, int] | None) -> Sides:
-    """Return the voxel size by the resolution tags. A voxel's height is taken for the distance of slices."""
+    """Return the voxel size by the resolution tags, as `one_unit` does: the sides, the unit, and a list for remarks.
+
+    A voxel's height is taken for the distance of slices.
+
+    Args:
+        resolution: as `_resolution` returns it.
+    """
     if resolution is None or resolution[2] not in MICROMETERS:
         return None, "", []
     x, y = (MICROMETERS[resolution[2]] * fraction[1] / fraction[0] for fraction in resolution[:2])
@@ -110,9 +127,13 @@ def _of_resolution(resolution: tuple[Any, Any, int] | None) -> Sides:
 
 
 def _of_imagej(given: Mapping[str, Any], resolution: tuple[Any, Any, int] | None) -> Sides:
-    """Return the voxel size that ImageJ's metadata and the resolution tags give.
+    """Return the voxel size that ImageJ's metadata and the resolution tags give: sides, unit, and a list for remarks.
 
     ImageJ writes the units of rows and slices only if they differ from that of the columns.
+
+    Args:
+        given: ImageJ's metadata.
+        resolution: as `_resolution` returns it.
     """
     unit = str(given.get("unit", ""))
     if unit in ("", "pixel", "null") or resolution is None:
@@ -124,7 +145,7 @@ def _of_imagej(given: Mapping[str, Any], resolution: tuple[Any, Any, int] | None
 
 
 def _of_ome(xml: str) -> tuple[Sides, str]:
-    """Return the voxel size and the description of the first image in OME-XML.
+    """Return the voxel size of the first image in OME-XML, as sides, unit and a list for remarks, and its description.
 
     A missing side of a voxel is taken to equal that of the axis before it, in the order x, y, z.
     """
@@ -139,7 +160,8 @@ def _of_ome(xml: str) -> tuple[Sides, str]:
 
 
 def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return arguments of `tifffile.TiffWriter` and of its `write` with which a file keeps the input's metadata.
+    """Return the arguments of `tifffile.TiffWriter`, and those of its `write`, for a result that keeps the input's
+    metadata.
 
     The metadata of other formats become an OME-TIFF if the voxel size is known, else a plain TIFF.
     """
@@ -175,10 +197,11 @@ def tiff_options(file: NewVolume) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a plain TIFF, which tifffile writes as JSON.
+    """Return the metadata of a result that is a plain TIFF; tifffile writes them as JSON.
 
     Args:
-        notes: the provenance, by NOTES.
+        file: the result.
+        notes: the provenance, under the name NOTES.
         details: the input's own details if it is a TIFF, else empty.
     """
     kept = file.metadata
@@ -189,7 +212,12 @@ def _json(file: NewVolume, notes: Mapping[str, Any], details: Mapping[str, Any])
 
 
 def _imagej(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an ImageJ file, with places and labels moved to the result's region."""
+    """Return the metadata of a result that is an ImageJ file, with places and labels moved to the result's region.
+
+    Args:
+        file: the result.
+        notes: the provenance, under the name NOTES; empty for none.
+    """
     of_image = PLACED if file.region is not None else ()
     binary = {name: one for name, one in file.metadata.details["imagej"].items() if name not in of_image}
     said = {**file.metadata.attributes, **binary, "axes": "ZYX"[-file.ndim :]}
@@ -225,13 +253,21 @@ def _new_ome(file: NewVolume, notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(file: NewVolume) -> str:
-    """Return a UUID that is equal for equal results. tifffile's own contains the time and the machine's address."""
+    """Return a UUID for a result's file that is equal for equal results. tifffile's own contains the time and the
+    machine's address."""
     about = [file.path.name, str(file.shape), file.dtype.str, file.notes(), dict(file.metadata.attributes)]
     return str(uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(about, sort_keys=True)))
 
 
 def _changed_ome(xml: str, file: NewVolume, notes: Mapping[str, Any]) -> bytes | None:
-    """Return the first image of the input's OME-XML with the result's size and dtype; None if it has no image."""
+    """Return the input's OME-XML with its first image alone, changed to the result's size and dtype; None if it has no
+    image.
+
+    Args:
+        xml: the input's.
+        file: the result.
+        notes: the provenance, under the name NOTES; empty for none.
+    """
     root = ElementTree.fromstring(xml)
     space = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
     ElementTree.register_namespace("", space[1:-1])

@@ -39,17 +39,16 @@ NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # texts for
 
 @dataclass(frozen=True)
 class Metadata:
-    """The metadata of a file's voxels."""
+    """The metadata of a file's voxels, such as their size, which results keep."""
 
     kind: str = ""  # a key of `formats.FORMATS`, but "hdf5" for HDF5
     axes: str = ""  # names as in the file, with slices, rows and columns last; "" if the file names none
-    # sides along slices, rows and columns in `unit`; None if unknown, or if one is no length
-    voxel_size: tuple[float, float, float] | None = None
+    # None also if a side is no length
+    voxel_size: tuple[float, float, float] | None = None  # sides along slices, rows, columns in `unit`; None if unknown
     unit: str = ""  # as UDUNITS spells it ("micrometer"); "" if unknown
     description: str = ""  # free text
     byteorder: str = "<"  # "<" or ">": byte order of the stored voxels
-    # the object's own attributes, as plain data that JSON can hold
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # the file's own attributes, as JSON can hold them
     details: Mapping[str, Any] = field(default_factory=dict)  # further data for a writer of the same format
     remarks: Sequence[str] = ()  # lines that the user is to read
     declared: Declared = field(default_factory=dict)  # what the array's attributes declare of its values
@@ -59,8 +58,8 @@ class Metadata:
 class Region:
     """The part of a volume that is restored: from `start` to before `stop`, each [slice, row, column]."""
 
-    start: Triple
-    stop: Triple
+    start: Triple  # first slice, row and column
+    stop: Triple  # slice, row and column behind the last ones
 
     @property
     def shape(self) -> Triple:
@@ -76,7 +75,7 @@ def start_of(region: Region | None) -> Triple:
 
 @dataclass(frozen=True)
 class Stack:
-    """A slice or a stack of slices in a file, read one at a time."""
+    """A slice or a stack of slices in a file, as an input of a command. Slices are read one at a time."""
 
     path: str  # as the user wrote it
     name: str  # for an input: unique within a run, and safe as a file name
@@ -84,7 +83,7 @@ class Stack:
     dtype: np.dtype  # of the slices that `read` returns, in native byte order
     ndim: int  # 2 for a slice, 3 for a stack, also for one of a single slice
     reader: Reader  # gives a slice as the file stores it
-    metadata: Metadata = field(default_factory=Metadata)
+    metadata: Metadata = field(default_factory=Metadata)  # the file's, such as the voxel size
     labels: bool = False  # True for a label image, whose non-zero values are labels
     region: Region | None = None  # the part of the file's volume that this is; None for all of it
     whole: Triple | None = None  # shape of the file's volume, if this is a part of it
@@ -111,7 +110,10 @@ class Stack:
         return replace(self, dtype=np.dtype(np.float64), reader=read) if self.metadata.declared else self
 
     def as_map(self) -> Stack:
-        """Return this volume without declarations of its values, for results that hold other quantities."""
+        """Return this volume without the declarations of its values, such as the one that means "missing".
+
+        Results of another quantity, such as an uncertainty, are written like it.
+        """
         details = {**self.metadata.details, "without": OF_VOXELS}
         return replace(self, metadata=replace(self.metadata, details=details))
 
@@ -147,12 +149,12 @@ class NewVolume:
     metadata: Metadata = field(default_factory=Metadata)  # the input's, which the result keeps
     provenance: Mapping[str, Any] = field(default_factory=dict)  # how the result was made; empty to write none
     region: Region | None = None  # the part of the input that it is; None for all of it
-    # True for a volume of mostly zeros: it is compressed, or slices of zeros are not stored, as far as the format goes
-    sparse: bool = False
+    # It is compressed, or slices of zeros are not stored, as far as the format goes.
+    sparse: bool = False  # True for a volume of mostly zeros, which should take little of the disk
 
     @property
     def stored(self) -> np.dtype:
-        """The dtype with the byte order of the file."""
+        """The dtype of the voxels in the file, with its byte order."""
         return self.dtype.newbyteorder(">" if self.metadata.byteorder == ">" else "<")
 
     @property
@@ -174,7 +176,8 @@ class NewVolume:
         file.truncate()
 
     def notes(self) -> dict[str, Any]:
-        """Return how the result was made, as plain data for the file's metadata; empty if there is no provenance."""
+        """Return how the result was made (its provenance), as plain data for the file's metadata; empty if there is
+        none."""
         notes = dict(self.provenance)
         if notes and self.region is not None:
             notes["region"] = {"start": list(self.region.start), "stop": list(self.region.stop)}
@@ -183,8 +186,10 @@ class NewVolume:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise a UserError if the file system or a library refuses to write a new file. A full or failing disk stays an
-    OSError."""
+    """Raise a UserError if the file system or a library refuses to write a new file in the `with` block.
+
+    A full or failing disk stays an OSError.
+    """
     try:
         yield
     except UserError:
@@ -200,12 +205,13 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(what: str, remedy: str, others: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Raise a one-line UserError about `what` for every error of a library that reads a file, which may be damaged.
+    """Raise a one-line UserError for every error of a library that reads a file in the `with` block. The file may be
+    damaged.
 
     Args:
         what: the file and what is wrong with it.
         remedy: what the user can do.
-        others: remedies for messages that contain certain words, by these words.
+        others: other remedies, by words in the library's message for which they hold.
     """
     try:
         yield
@@ -217,7 +223,7 @@ def reading(what: str, remedy: str, others: Mapping[str, str] = MappingProxyType
 
 
 def kept_alone(path: str, things: Sequence[str], moved: Sequence[str] = ()) -> list[str]:
-    """Return remarks on metadata that only results of the input's own format keep.
+    """Return lines for the user on metadata of an input that results keep only in the input's own format.
 
     Args:
         path: the input.
@@ -229,9 +235,10 @@ def kept_alone(path: str, things: Sequence[str], moved: Sequence[str] = ()) -> l
 
 
 def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], value: Any) -> list[str]:
-    """Return a remark if chunks of an array are not stored, else [].
+    """Return a line for the user, in a list, if some chunks of an array are not stored in the file; else [].
 
     Args:
+        path: the file.
         there: number of chunks that are stored.
         shape: the array's.
         chunks: the shape of a chunk.
@@ -243,7 +250,9 @@ def filled(path: str, there: int, shape: Sequence[int], chunks: Sequence[int], v
 
 
 def by_slabs(read: Callable[[int, int], np.ndarray], shape: Triple, itemsize: int, depth: int) -> Reader:
-    """Return a reader of slices that keeps the slices decoded together with the last one, as a chunk may hold many.
+    """Return a function that reads slices one by one, and keeps those that were decoded together with the last one.
+
+    A chunk of a file may hold many slices.
 
     Args:
         read: gives the slices from one number to before another, [n, Y, X].
@@ -261,7 +270,7 @@ def by_slabs(read: Callable[[int, int], np.ndarray], shape: Triple, itemsize: in
 
 
 def plain(value: Any) -> Any:
-    """Return a value as data that JSON can hold.
+    """Return a value, such as an attribute of a file, as data that JSON can hold.
 
     NumPy's values become Python's. NaN, infinities and values without such a form become text, and so do long lists.
     """
@@ -287,13 +296,20 @@ Progress = Callable[[range, str], Iterable[int]]
 
 
 def unwatched(numbers: range, what: str) -> Iterable[int]:
-    """Return the numbers. This is the `Progress` that shows nothing."""
+    """Return the numbers unchanged. This is the `Progress` that shows nothing.
+
+    Args:
+        what: the title that others show.
+    """
     return numbers
 
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[list[str]]:
-    """Keep the messages of Pillow and tifffile off the user's terminal. Yield the list of what tifffile logs."""
+    """Keep the messages of Pillow and tifffile off the user's terminal in the `with` block.
+
+    Yield the list that tifffile's messages are added to.
+    """
     texts: list[str] = []
 
     def kept(record: logging.LogRecord) -> bool:
@@ -311,7 +327,7 @@ def quiet_libraries() -> Iterator[list[str]]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return a library's message on one line, never empty."""
+    """Return the message of a library's error on one line, never empty."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -354,8 +370,14 @@ def check_memory(path: str, shape: tuple[int, ...], itemsize: int, working: int 
 
 
 def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
-    """Return the shape [Y, X] or [N, Y, X] as [N, Y, X]. Raise UserError for others, and for slices that exceed
-    memory."""
+    """Return the shape [Y, X] or [N, Y, X] of an array as [N, Y, X]. Raise UserError for others, and for slices that
+    exceed memory.
+
+    Args:
+        shape: the array's.
+        path: its file, for the error.
+        itemsize: bytes of a voxel.
+    """
     if len(shape) not in (2, 3):
         raise UserError(
             f"{path}: {len(shape)} dimensions {format_shape(shape)}; a slice has 2 (rows, columns) and a stack 3 "
@@ -366,7 +388,12 @@ def as_volume_shape(shape: tuple[int, ...], path: str, itemsize: int) -> Triple:
 
 
 def stack_of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> Stack:
-    """Return an array as a volume. `voxels` is [Y, X] or [N, Y, X] and may be mapped to memory."""
+    """Return an array, with its metadata, as a volume that is read slice by slice.
+
+    Args:
+        file: the file that it is from.
+        voxels: [Y, X] or [N, Y, X], which may be mapped to memory.
+    """
     shape = as_volume_shape(voxels.shape, file, voxels.dtype.itemsize)
 
     def read(index: int) -> np.ndarray:
@@ -376,12 +403,17 @@ def stack_of_array(file: str, voxels: np.ndarray, metadata: Metadata) -> Stack:
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
-    """Return `3 x 640 x 480` for `(3, 640, 480)`."""
+    """Return a shape as text: `3 x 640 x 480` for `(3, 640, 480)`."""
     return " x ".join(str(side) for side in shape) if shape else "(a single value)"
 
 
 def listed(found: Sequence[str], what: str) -> str:
-    """Return a phrase that lists what a file holds, for an error; for an empty list, that it holds no `what`."""
+    """Return a phrase that lists what a file holds, for an error.
+
+    Args:
+        found: what it holds, in words.
+        what: what it lacks if the list is empty, such as "2-D dataset".
+    """
     if not found:
         return f"it holds no {what}"
     more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
@@ -389,7 +421,13 @@ def listed(found: Sequence[str], what: str) -> str:
 
 
 def same_channels(image_YXC: np.ndarray, path: str) -> np.ndarray:
-    """Return the one grey image [Y, X] of equal channels. Raise UserError if they differ or are transparent."""
+    """Return a colour image whose channels are equal as grey, [Y, X]. Raise UserError if they differ or are
+    transparent.
+
+    Args:
+        image_YXC: the image, with its C channels last.
+        path: its file, for the error.
+    """
     channels = image_YXC.shape[-1]
     colours = image_YXC[..., : {2: 1, 4: 3}.get(channels, channels)]
     if (colours != colours[..., :1]).any():
@@ -407,13 +445,13 @@ _RANGE = re.compile(r"^\s*(\d{0,9})\s*:\s*(\d{0,9})\s*$")
 
 @dataclass(frozen=True)
 class Part:
-    """The part of every input that the user chose. Ends are exclusive and may be omitted."""
+    """The part of every input that the user chose by `--slices` and `--roi`. Ends are exclusive and may be omitted."""
 
     slices: str = ""  # such as `100:200`; "" for all
     roi: str = ""  # rows and columns as `y0:y1,x0:x1`; "" for all
 
     def of(self, volume: Stack) -> Stack:
-        """Return this part of a volume. Raise UserError for malformed words and for a part outside the volume."""
+        """Return this part of an input. Raise UserError for malformed words and for a part outside the volume."""
         if not self.slices and not self.roi:
             return volume
         rows, comma, columns = (self.roi or ":,:").partition(",")
@@ -426,7 +464,16 @@ class Part:
 
 
 def _ends(option: str, word: str, side: int, volume: Stack) -> tuple[int, int]:
-    """Return the start and the end of a range that the user wrote, such as `100:200`, for an axis of length `side`."""
+    """Return the start and the end of a range that the user wrote, such as `100:200`.
+
+    Raise UserError if it is malformed or outside the volume.
+
+    Args:
+        option: the option's name, for the error.
+        word: the range.
+        side: length of the axis.
+        volume: the input, for the error.
+    """
     match = _RANGE.match(word)
     if match is None:
         form = "100:200" if option == "slices" else "y0:y1,x0:x1"
@@ -441,10 +488,14 @@ def _ends(option: str, word: str, side: int, volume: Stack) -> tuple[int, int]:
 
 
 def matched(volume: Stack, of: Stack) -> Stack:
-    """Return the part of a mask or a truth that belongs to an input.
+    """Return the part of a mask, truth or label image that belongs to an input.
 
-    Only if the input `of` is a region, and `volume` has the shape of its whole volume or of a slice of that, it is the
-    same region. Otherwise `volume` is returned unchanged.
+    Only if the input is a region of a volume, and `volume` has the shape of that whole volume or of a slice of it, it
+    is the same region. Otherwise `volume` is returned unchanged.
+
+    Args:
+        volume: the mask, truth or label image.
+        of: the input.
     """
     region, whole = of.region, of.whole
     if region is None or whole is None or volume.shape[1:] != whole[1:]:
@@ -455,7 +506,13 @@ def matched(volume: Stack, of: Stack) -> Stack:
 
 
 def compare_voxel_sizes(volume: Stack, of: Stack) -> list[str]:
-    """Return a remark if two files' voxel sizes along rows and columns differ by more than a hundredth, else []."""
+    """Return a line for the user, in a list, if two files' voxel sizes along rows and columns differ by more than 1 %;
+    else [].
+
+    Args:
+        volume: a mask or a truth.
+        of: the input that it is for.
+    """
     both = [(one.metadata.voxel_size, one.metadata.unit) for one in (volume, of)]
     sides = [[1e6 * LENGTHS[unit][1] * side for side in size[1:]] for size, unit in both if size and unit in LENGTHS]
     if len(sides) < 2 or all(math.isclose(one, other, rel_tol=0.01) for one, other in zip(*sides, strict=True)):

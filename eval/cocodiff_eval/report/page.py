@@ -35,10 +35,10 @@ COLOURS = Path(__file__).parent / "templates" / "magma.rgb"
 
 
 class Block(NamedTuple):
-    """A text that the page's script reads when it needs it."""
+    """A text in the report's page, in an inert script element, that the page's script decodes when it needs it."""
 
     kind: str  # `picture`, `mask` or `volume`
-    series: int  # number of the series that it belongs to
+    series: int  # number of the series that it belongs to: slices of a stack under a mask, or images
     key: str  # number of the slice in its series, or the name by which slices refer to a mask
     text: str  # JSON, or a mask's PNG in base64
 
@@ -57,7 +57,7 @@ def write_report(
     frames: int | None = None,
     swept: Sequence[Row] = (),
 ) -> None:
-    """Write the report as one HTML page without external resources.
+    """Write the report on a job as one HTML page without external resources.
 
     Args:
         path: the page's file.
@@ -106,7 +106,7 @@ def write_report(
 
 @cache
 def _template() -> Any:
-    """Return the page's template."""
+    """Return the jinja2 template of the report's page."""
     import jinja2
 
     return jinja2.Environment(
@@ -119,7 +119,12 @@ def _template() -> Any:
 
 
 def _swept(path: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a sweep's picture, tables and note, as the template shows them."""
+    """Return a sweep's picture in base64, its tables and their explanation, by the names that the template uses.
+
+    Args:
+        path: the page's file, beside which the picture lies.
+        rows: a row for each point, mask and number of steps.
+    """
     return {
         "picture": base64_text(path.with_name(PARETO).read_bytes()),
         "tables": [
@@ -136,9 +141,13 @@ def _blocks(
     found: Mapping[tuple[str | None, str | None], Series],
     of_stacks: Mapping[str, range],
 ) -> Iterator[Block]:
-    """Yield the pictures with their masks, each mask once, and then the volumes, which share VOLUME_BYTES.
+    """Yield the texts that the page embeds: pictures with their masks, each mask once, and then the volumes.
+
+    The volumes share VOLUME_BYTES.
 
     Args:
+        pictures: JSON as of `encode`, one for each slice or image.
+        shown: the volumes.
         found: the series by stack and mask, as of `series_of`.
         of_stacks: for each stack the range of its slices' numbers.
     """
@@ -163,12 +172,18 @@ def _blocks(
 
 
 def _inert(document: Any) -> str:
-    """Return a document as JSON without "<", so that it cannot end a script block."""
+    """Return data as JSON without "<", so that it cannot end the script element of the page that holds it."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
 def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of a series."""
+    """Return what the report's section on a series of results shows, by the names that the page's template uses.
+
+    Args:
+        series: slices of a stack under a mask, or images.
+        prompts: for each generated image its prompt.
+        metrics: the content of `metrics.json`.
+    """
     rows = [row for place in sorted(series.rows) for row in series.rows[place]]
     single = series.names[0] if len(series.names) == 1 else f"{len(series.names)} images"
     name = series.stack if series.stack is not None else single
@@ -187,7 +202,14 @@ def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, A
 
 
 def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of `quality` in `metrics.json`, with `figures`: those of the chosen setting, if it was tried."""
+    """Return a record of the choice of a setting for `--quality`, with the chosen setting's figures as texts for the
+    page.
+
+    They are under `figures`, empty if it was not tried.
+
+    Args:
+        record: an entry of `quality` in `metrics.json`.
+    """
     taken = (tried for tried in record["tried"] if tried["setting"] == record["setting"])
     shown = [", ".join(f"{name} {decibels(record, db)}" for name, db in tried["db"].items()) for tried in taken]
     return {**record, "figures": shown}

@@ -37,7 +37,7 @@ BLOCK = 16  # side in pixels of the blocks that WebP codes
 
 @dataclass(frozen=True)
 class Picture:
-    """One slice under one mask, as the report shows it. Images are [Y, X] in the input's units."""
+    """One slice under one mask and its restorations, as the report shows it. Images are [Y, X] in the input's units."""
 
     name: str  # as in the rows of `metrics.json`; `stack[number]` for a slice of a stack
     mask: str  # name of the mask, as in the rows
@@ -45,27 +45,28 @@ class Picture:
     input_YX: np.ndarray  # the slice as given; under the mask it is shown only if `truth_YX` is given
     mask_YX: np.ndarray  # True for restored voxels
     scale: IntensityRange  # the range of intensities
-    # the restored slice for each preset and "biharmonic"; empty if nothing is masked
-    restored: Mapping[str, np.ndarray]
+    restored: Mapping[str, np.ndarray]  # the slice as each preset and "biharmonic" restored it; empty without a mask
     truth_YX: np.ndarray | None = None  # the original; None if unknown
-    # half the width of the 90 % intervals for each preset; empty if there are none
-    uncertainty: Mapping[str, np.ndarray] = field(default_factory=dict)
+    # for each preset; empty if there are none
+    uncertainty: Mapping[str, np.ndarray] = field(default_factory=dict)  # half the width of the 90 % intervals
     ends: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)  # low and high ends of these intervals
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A generated image with each preset, uint8 [Y, X, 3]."""
+    """A generated image as each preset (named set of the engine's settings) made it, uint8 [Y, X, 3]."""
 
-    name: str
+    name: str  # as in the rows of `metrics.json`
     images: Mapping[str, np.ndarray]  # the image of each preset
 
 
 def shown_slices(mask_voxels: Sequence[int], limit: int = SHOWN_SLICES) -> list[int]:
-    """Return at most `limit` slices of a stack with masked voxels, evenly spread, including the first and the last.
+    """Return the numbers of the slices that get pictures: at most `limit` of those with masked voxels.
+
+    They are evenly spread, and include the first and the last.
 
     Args:
-        mask_voxels: number of masked voxels in each slice.
+        mask_voxels: number of masked voxels in each slice of a stack.
     """
     masked = [index for index, count in enumerate(mask_voxels) if count]
     if len(masked) <= limit:
@@ -76,9 +77,10 @@ def shown_slices(mask_voxels: Sequence[int], limit: int = SHOWN_SLICES) -> list[
 def error_image(
     truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the absolute error in normalised units, float64 [Y, X], and where it is known, boolean.
+    """Return the absolute error of a restored slice in normalised units, float64 [Y, X], and where it is known,
+    boolean.
 
-    It is known for masked voxels with a finite truth. Elsewhere the error is 0.
+    It is known for masked voxels with a finite truth. In all other voxels the error is 0.
     """
     known_YX = mask_YX & np.isfinite(truth_YX)
     return np.abs(np.where(known_YX, scale.normalise(restored_YX) - scale.normalise(truth_YX), 0.0)), known_YX
@@ -86,20 +88,22 @@ def error_image(
 
 @dataclass(frozen=True)
 class PicturePlan:
-    """The sizes of pictures, and the slices that have them."""
+    """The sizes of the report's pictures, and the slices that get one."""
 
     side: int  # longer side of pictures in pixels
     share: int  # most bytes for all pictures of a slice with masked voxels
     unmasked_share: int  # most bytes for the picture of a slice without masked voxels
-    shown: tuple[frozenset[int], ...]  # for each task the slices that have pictures
+    shown: tuple[frozenset[int], ...]  # for each input and mask the slices that have pictures
     worst: int  # number of further slices that have pictures, those with the lowest PSNR; 0 if all slices have
 
 
 def plan_pictures(masked: Sequence[Sequence[bool]], modes: int) -> PicturePlan:
-    """Plan the pictures of some tasks. The plan depends on nothing but the arguments.
+    """Decide how large the report's pictures are and which slices get one, so that all fit in PICTURE_BYTES.
+
+    The plan depends on nothing but the arguments.
 
     Args:
-        masked: for each task and slice, True if the slice has masked voxels.
+        masked: for each task (input and mask) and slice, True if the slice has masked voxels.
         modes: number of restored pictures of a slice: presets, biharmonic, and two for each preset's interval.
     """
     frames = 1 + 2 * modes * MASKED  # a slice's pictures, in whole ones: the original, restored ones and their errors
@@ -118,10 +122,11 @@ def plan_pictures(masked: Sequence[Sequence[bool]], modes: int) -> PicturePlan:
 
 
 def worst_slices(psnr_db: dict[int, list[float]], shown: frozenset[int], count: int) -> list[int]:
-    """Return the `count` slices with the lowest PSNR with any preset that are not among those shown, ascending.
+    """Return the `count` slices with the lowest PSNR with any preset that have no picture yet, ascending.
 
     Args:
         psnr_db: for each slice its PSNR with each preset.
+        shown: the slices that have a picture.
     """
     found = sorted((min(values), index) for index, values in psnr_db.items() if values and index not in shown)
     return sorted(index for _, index in found[:count])
@@ -157,13 +162,24 @@ Images = dict[tuple[str, str], np.ndarray]  # uint8 images by kind and preset
 
 
 def _of_image(picture: Generated, side: int) -> tuple[dict[str, Any], Images]:
-    """Return the numbers and the pictures of a generated image."""
+    """Return what the report has of a generated image: entries for JSON, such as its name, and pictures by kind and
+    preset.
+
+    Args:
+        picture: the image.
+        side: most pixels of the longer side.
+    """
     images = {("images", mode): _reduced(image, side) for mode, image in picture.images.items()}
     return {"name": picture.name, "mask": None, "index": 0}, images
 
 
 def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
-    """Return the numbers and masks of a slice, and its pictures."""
+    """Return what the report has of a slice: entries for JSON, such as name and masks, and pictures by kind and preset.
+
+    Args:
+        picture: the slice.
+        side: most pixels of the longer side.
+    """
     scale, mask_YX = picture.scale, picture.mask_YX
     original_YX, unknown_YX = _original(picture)
     low, high = window(original_YX, ~unknown_YX & np.isfinite(original_YX), mask_YX, scale)
@@ -203,10 +219,16 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
 def window(
     original_YX: np.ndarray, known_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange
 ) -> tuple[float, float]:
-    """Return the intensities that are shown as black and white.
+    """Return the two intensities of an image that are shown as black and as white.
 
-    They are those of the range outside the mask. The window is wider if brighter or darker material lies only under the
-    mask, but not for outliers.
+    They are those of the range outside the mask. They lie wider apart if brighter or darker material lies only under
+    the mask, but not for outliers.
+
+    Args:
+        original_YX: the image with the truth under the mask.
+        known_YX: True for voxels whose value is known.
+        mask_YX: True for masked voxels.
+        scale: the range of intensities outside the mask.
     """
     hidden = original_YX[known_YX & mask_YX]
     if scale.low <= hidden.min(initial=scale.low) and hidden.max(initial=scale.high) <= scale.high:
@@ -217,9 +239,9 @@ def window(
 
 
 def _original(picture: Picture) -> tuple[np.ndarray, np.ndarray]:
-    """Return the slice with its truth under the mask, float64 [Y, X], and where the truth is unknown, boolean.
+    """Return the slice with its truth under the mask, float64 [Y, X], and the mask of voxels without a truth, boolean.
 
-    Unknown voxels hold the mean of all others, as values under a mask are not read.
+    Those hold the mean of all others, as values under a mask are not read.
     """
     original_YX, unknown_YX = picture.input_YX.astype(np.float64), picture.mask_YX
     if picture.truth_YX is not None:
@@ -230,9 +252,9 @@ def _original(picture: Picture) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _reduced(image: np.ndarray, side: int) -> np.ndarray:
-    """Return means over boxes of voxels, float32 [Y, X] or uint8 [Y, X, 3], with a longer side of at most `side`.
+    """Return an image reduced to a longer side of at most `side` pixels, by means over boxes of voxels.
 
-    An image that is small enough is returned unchanged.
+    It is float32 [Y, X] or uint8 [Y, X, 3]. An image that is small enough is returned unchanged.
     """
     ratio = min(1.0, side / max(image.shape[:2]))
     rows, columns = (max(1, round(length * ratio)) for length in image.shape[:2])
@@ -243,24 +265,37 @@ def _reduced(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def _grey8(image_YX: np.ndarray, low: float, high: float, side: int) -> np.ndarray:
-    """Return a slice as 8-bit grey, reduced to `side`."""
+    """Return a slice as 8-bit grey, reduced to a longer side of at most `side` pixels.
+
+    Args:
+        low: the intensity that is black.
+        high: the intensity that is white.
+    """
     return to_grey8(_reduced(to_grey8(image_YX, low, high).astype(np.float32), side), 0.0, 255.0)
 
 
 def _touched(mask_YX: np.ndarray, side: int) -> np.ndarray:
-    """Return the pixels in whose box a voxel is masked, boolean."""
+    """Return a mask reduced to a longer side of at most `side` pixels: True where any voxel of a pixel's box is
+    masked."""
     return _reduced(mask_YX.astype(np.float32), side) > 1e-6
 
 
 def _mean_where(values_YX: np.ndarray, known_YX: np.ndarray, side: int) -> np.ndarray:
-    """Return means over the known voxels of each box, 0 where there are none."""
+    """Return an image reduced to a longer side of at most `side` pixels, by means over the known voxels of each box.
+
+    It is 0 where no voxel is known.
+    """
     weight_YX = _reduced(known_YX.astype(np.float32), side)
     total_YX = _reduced(np.where(known_YX, values_YX, 0.0), side)
     return np.divide(total_YX, weight_YX, out=np.zeros(weight_YX.shape), where=weight_YX > 1e-6)
 
 
 def _near(mask_YX: np.ndarray) -> np.ndarray:
-    """Return the pixels of those blocks of WebP that hold masked pixels or lie within two pixels of one, boolean."""
+    """Return a mask enlarged to whole blocks of WebP: those that hold masked pixels or lie within two pixels of one;
+    boolean.
+
+    In the picture of a restored slice all other blocks are grey, and so take few bytes.
+    """
     from scipy import ndimage
 
     rows, columns = mask_YX.shape
@@ -270,9 +305,10 @@ def _near(mask_YX: np.ndarray) -> np.ndarray:
 
 
 def _fitting(images: Mapping[Any, np.ndarray], share: int) -> tuple[int, dict[Any, bytes]]:
-    """Return the best quality at which all images together take at most `share` bytes, and their files by key.
+    """Compress images as WebP so that all together take at most `share` bytes. Return the quality, and the files by
+    key.
 
-    If none fits, it is the lowest quality.
+    The quality is the best one at which they fit; if they fit at none, the lowest.
     """
     made: dict[int, dict[Any, bytes]] = {}
 
@@ -285,7 +321,7 @@ def _fitting(images: Mapping[Any, np.ndarray], share: int) -> tuple[int, dict[An
 
 
 def _webp(image: np.ndarray, quality: int) -> bytes:
-    """Return an image as a WebP file."""
+    """Return an image as the content of a WebP file; LOSSLESS is the quality without loss."""
     buffer = io.BytesIO()
     # Method 2 takes half the time of the default, 4, and a tenth more bytes.
     Image.fromarray(image).convert("RGB").save(buffer, "WEBP", lossless=quality == LOSSLESS, quality=quality, method=2)

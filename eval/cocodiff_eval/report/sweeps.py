@@ -34,14 +34,14 @@ Line = Mapping[str, Any]  # a line of results.jsonl
 
 
 class Spread(NamedTuple):
-    """A mean over slices and its standard error, which is None for a single slice."""
+    """A mean over slices and its standard error, for a table."""
 
-    mean: float
-    error: float | None
+    mean: float  # over slices
+    error: float | None  # standard error; None for a single slice
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        """Return the spread of the values that are not None; None if there are none."""
+        """Return the mean, with its standard error, of the values that are not None. Return None if there are none."""
         present = [value for value in values if value is not None]
         if not present:
             return None
@@ -55,26 +55,29 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One point of a sweep under one mask at one number of steps, over several slices."""
+    """The means of one point (set of settings) of a sweep over several slices, under one mask at one number of steps.
 
-    point: str
-    mask: str
-    steps: int
+    They are compared with an exact run, which sends all tensors as they are.
+    """
+
+    point: str  # name of the point
+    mask: str  # name of the mask
+    steps: int  # number of denoising steps
     n: int  # number of slices
     quality: dict[str, Spread | None]  # psnr_db, ssim and mse; None if the truth is unknown
-    difference: dict[str, Spread | None]  # the same minus that of the exact run of the same slice
+    difference: dict[str, Spread | None]  # psnr_db, ssim and mse minus those of the exact run of the same slice
     vs_exact: Spread | None  # PSNR in dB against the exact run, over the slices whose bits differ
     identical: int  # number of slices whose bits equal the exact run's
-    # The measures of COSTS. `volume`: bytes of q, k, v and o over the exact run's; None for one rank, which sends
+    # `volume`: bytes of q, k, v and o over the exact run's; None for one rank, which sends
     # nothing. `exposed`: those of these bytes that attention waited for, over the exact run's. `of whole`: the bytes
     # over those that all tokens unchanged would have taken on the point's own routes.
-    cost: dict[str, Spread | None]
+    cost: dict[str, Spread | None]  # bytes, speed-up and seconds, by the keys of COSTS
     displaced: bool  # True if some attention calls did not wait for their tensors
 
     def beats(self, other: Row, by: Sequence[str] = ("volume", "exposed")) -> bool:
         """Return True if this point is closer to the exact run than another, and not larger in any of some measures.
 
-        Both must have the same mask and number of steps.
+        Points with another mask or number of steps are never compared.
 
         Args:
             other: the other point.
@@ -89,7 +92,10 @@ class Row:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Return the rows of a folder of results. Raise UserError if it has none, and for a damaged line."""
+    """Return the rows (means over slices) of a sweep from its folder of results.
+
+    Raise UserError if there is no results.jsonl, and for a damaged line.
+    """
     path = folder / LINES
     if not path.is_file():
         raise UserError(f"{folder} holds no {LINES}: give the --out of a sweep that has ended")
@@ -104,30 +110,40 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def _refuse(number: str) -> None:
-    """Raise ValueError for NaN and infinities, which JSON lacks."""
+    """Raise ValueError for NaN and infinities, which JSON lacks. The JSON reader calls it with their text."""
     raise ValueError(f"JSON has no {number}")
 
 
 def summarise(lines: Sequence[Line]) -> list[Row]:
-    """Return a row for each mask, number of steps and point, in this order; points are in order of occurrence."""
+    """Return a row of means over slices for each mask, number of steps and point, in this order.
+
+    Points are in the order in which they first occur.
+
+    Args:
+        lines: of results.jsonl, one for each slice and point.
+    """
     groups = by_key(((line["mask"], line["steps"], line["point"]), line) for line in lines)
     points = list(dict.fromkeys(line["point"] for line in lines))
     return [_row(groups[key]) for key in sorted(groups, key=lambda key: (*key[:2], points.index(key[2])))]
 
 
 def _row(lines: Sequence[Line]) -> Row:
-    """Return the row for the lines of one point, mask and number of steps."""
+    """Return the row of means for the lines of one point, mask and number of steps.
+
+    Args:
+        lines: of results.jsonl, one for each slice.
+    """
 
     def over(value: Callable[[Line], float | None]) -> Spread | None:
-        """Return the spread of a value over the lines."""
+        """Return the mean of a value over the lines, with its standard error."""
         return Spread.of([value(line) for line in lines])
 
     def minus(line: Line, name: str) -> float | None:
-        """Return the difference of a line's value from its exact run's; None if unknown."""
+        """Return the difference of a line's measure (such as "psnr_db") from its exact run's; None if unknown."""
         return None if line[name] is None else line[name] - line["exact"][name]
 
     def sent(line: Line, kind: str = "bytes") -> int:
-        """Return a line's bytes over all links."""
+        """Return the bytes of a line over all links together."""
         return sum((line[kind] if kind == "bytes" else line.get(kind, {})).values())
 
     def part(count: int, whole: int) -> float | None:
@@ -153,13 +169,13 @@ def _row(lines: Sequence[Line]) -> Row:
 
 
 def beyond(row: Row) -> bool:
-    """Return True if a difference from the exact run is larger than the paper's limit."""
+    """Return True if one of a row's differences from the exact run is larger than the paper's limit (LIMITS)."""
     pairs = [(row.difference[name], limit) for name, limit in LIMITS.items()]
     return any(found is not None and abs(found.mean) > limit for found, limit in pairs)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
-    """Return the columns of two tables: by title, and then by head, the cells.
+    """Return two tables of a sweep as text, by title: for each the cells of every column, by head.
 
     The first is quality, as in the paper's Table II, where `*` marks values beyond its limits. The second is bytes and
     speed, with the bytes that attention waited for if that is not all. "Beaten by" names the point closest to exact of
@@ -184,13 +200,17 @@ def tables(rows: Sequence[Row]) -> dict[str, dict[str, list[str]]]:
 
 
 def _versus_exact(row: Row, told: str) -> str:
-    """Return the PSNR against the exact run as text, with the number of slices whose bits are equal."""
+    """Return a row's PSNR against the exact run as text, with the number of slices whose bits are equal.
+
+    Args:
+        told: the PSNR as text.
+    """
     more = f" ({row.identical} identical)" if row.identical else ""
     return "identical" if row.identical == row.n else told + more
 
 
 def better_than(row: Row, rows: Sequence[Row]) -> str:
-    """Return the name of the better point that is closest to exact; "" if there is none.
+    """Return the name of the point that is better than a row's and closest to the exact run; "" if there is none.
 
     A better point sends no more than this one, and attention waits for no more of its bytes.
     """
@@ -215,14 +235,14 @@ NOTE_EXPOSED = (
 
 
 def note(rows: Sequence[Row]) -> str:
-    """Return the explanation of the tables' columns."""
+    """Return the explanation of the tables' columns, for people."""
     seconds = min((spread.mean for row in rows if (spread := row.cost["seconds"]) is not None), default=SHORT_S)
     notes = [NOTE, *[NOTE_EXPOSED] * any(row.displaced for row in rows)]
     return " ".join([*notes, *[NOTE_SHORT.format(seconds, SHORT_S)] * (seconds < SHORT_S)])
 
 
 def told(rows: Sequence[Row]) -> str:
-    """Return the tables and their explanation as text; plain ASCII apart from the user's names."""
+    """Return the tables of a sweep and their explanation as text; plain ASCII apart from the user's names."""
     texts = [
         text_table([tuple(of), *zip(*of.values(), strict=True)], "".join("<" if one in WORDS else ">" for one in of))
         for of in tables(rows).values()
@@ -243,14 +263,18 @@ XLABELS = {
 
 
 def save_pareto(path: Path, rows: Sequence[Row]) -> None:
-    """Save a picture of panels: PSNR against the exact run over volume, and change of PSNR against the truth over
-    speed-up.
+    """Save the picture of a sweep: panels of quality against bytes and against speed.
 
+    The first shows PSNR against the exact run over volume, the last the change of PSNR against the truth over speed-up.
     If attention did not wait for all bytes, a panel between them shows PSNR over the bytes that it waited for.
 
     Each point has a colour and a number, and each mask (and number of steps) a marker. Bars are standard errors. A line
     joins the points that no other beats in what the panel shows. Markers in one place share a label with all their
     numbers.
+
+    Args:
+        path: the file.
+        rows: a row for each point, mask and number of steps.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -289,9 +313,14 @@ Places = list[tuple[Row, Spread, Spread]]  # rows with their places on a panel, 
 
 
 def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[tuple[str, int]]) -> Places:
-    """Draw the lines of a panel of bytes. Return the place of each row.
+    """Draw the lines of a panel of PSNR over bytes. Return the place of each row there; its marker is not drawn yet.
 
     Results that are identical to the exact run stand above all others, as they have no finite PSNR.
+
+    Args:
+        axes: the panel.
+        measure: key of `cost` that goes across, "volume" or "exposed".
+        series: masks and numbers of steps, each of which has a line.
     """
     found = [row.vs_exact.mean for row in rows if row.vs_exact is not None]
     height = max(found) + max(3.0, 0.15 * (max(found) - min(found))) if found else 100.0
@@ -312,7 +341,8 @@ def _draw_bytes(axes: Axes, rows: Sequence[Row], measure: str, series: Sequence[
 def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Places:
     """Draw the reference lines of the panel of PSNR over speed-up: those of the exact run, and the paper's limit.
 
-    Return the rows that have both values, each with its speed-up and its change of PSNR in dB. Points are not drawn.
+    Return the rows that have both values, each with its speed-up and its change of PSNR in dB. Their markers are not
+    drawn yet.
     """
     places = [(row, row.cost["speed-up to flat"], row.difference["psnr_db"]) for row in rows]
     axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
@@ -325,7 +355,12 @@ def _draw_speed(axes: Axes, rows: Sequence[Row]) -> Places:
 
 
 def _number(marks: Sequence[tuple[Axes, tuple[float, float], int]]) -> None:
-    """Label marks with the numbers of their points. Marks that would hide each other's label share one."""
+    """Label markers of the picture with the numbers of their points. Markers that would hide each other's label share
+    one.
+
+    Args:
+        marks: for each marker its panel, its place there and its point's number.
+    """
     together = defaultdict(list)
     for axes, place, point in marks:
         across, up = axes.transData.transform(place)

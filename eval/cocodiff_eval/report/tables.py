@@ -32,7 +32,7 @@ OF_BASELINE = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}
 
 
 def number(value: float | None, digits: int) -> str:
-    """Return a rounded number as text, or a dash for None."""
+    """Return a number as text with `digits` digits after the point, or a dash for None."""
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
@@ -47,7 +47,14 @@ def size(count: float) -> str:
 
 
 def versus_exact(row: Mapping[str, Any]) -> str:
-    """Return `identical`, a PSNR, or a dash without an exact run. Of several slices only those compared count."""
+    """Return a row's PSNR against the exact run, which sends all tensors as they are, as text.
+
+    It is "identical" if all bits are equal, and a dash without an exact run. Of several slices only those compared
+    count.
+
+    Args:
+        row: a row of metrics.json.
+    """
     if row["psnr_vs_exact_db"] is not None:
         return f"{row['psnr_vs_exact_db']:.1f} dB"
     return "identical" if row.get("exact_compared", True) else MISSING
@@ -56,13 +63,13 @@ def versus_exact(row: Mapping[str, Any]) -> str:
 def cells_of(
     row: Mapping[str, Any], jump: float | None, within: Sequence[float] | None = None, digits: int = 2
 ) -> dict[str, str]:
-    """Return the cells of a row, by the page's heads.
+    """Return the cells of a table row as text, by the heads of their columns.
 
     The coverage of 50 and 90 % intervals is shown only if hidden regions have calibrated them, as others promise
     nothing. Uncertainty is half the width of the 90 % intervals.
 
     Args:
-        row: a row of metrics.json, or several in one.
+        row: a row of metrics.json, or several that were merged into one.
         jump: its `slice_jump`; None if unknown.
         within: the range of intensities that its PSNR refers to.
         digits: digits of seconds after the point.
@@ -86,30 +93,41 @@ def cells_of(
 
 
 def all_bytes(row: Mapping[str, Any]) -> str:
-    """Return the bytes that a row has sent over all links together, as text."""
+    """Return as text the bytes that were sent over all links together in making a row's result; a dash if unknown.
+
+    Args:
+        row: a row of metrics.json.
+    """
     return MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
 
 
 def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return which fractions of the bytes of all tokens unchanged were sent and were waited for, as text.
+    """Return two fractions as text: of the bytes that all tokens unchanged would take, those sent, and those waited
+    for.
 
     Both are dashes if nothing is sent.
+
+    Args:
+        row: a row of metrics.json.
     """
     sent, whole, late = (sum((row.get(name) or {}).values()) for name in ("bytes", "bytes_whole", "bytes_late"))
     return (number(sent / whole, 3), number((sent - late) / whole, 3)) if whole else (MISSING, MISSING)
 
 
 def parted(name: str) -> tuple[str, int]:
-    """Return a row's stack and its slice there: `scan` and 12 for `scan[12]`, `scan` and 0 for `scan`."""
+    """Split the name of a row of metrics.json into its stack and the number of its slice there.
+
+    It is `scan` and 12 for `scan[12]`, `scan` and 0 for `scan`.
+    """
     base, number = re.findall(r"^(.*?)(?:\[(\d+)\])?$", name, re.DOTALL)[0]
     return base, int(number or 0)
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
-    """Return (stack, mask, number of slices, one row for each preset) for each group of rows, in the order of `rows`.
+    """Group rows of metrics.json by stack and mask, and merge the rows of a stack's slices into one for each preset.
 
-    The rows of a stack's slices become one: quality is their mean, and rank seconds and bytes their sum. Seconds are
-    those of the replica that took longest.
+    Return (stack, mask, number of slices, rows of the presets) for each group, in the order of `rows`. In a merged row
+    quality is the mean, and rank seconds and bytes are the sum. Seconds are those of the replica that took longest.
     """
     found = []
     for (name, mask), of_mask in by_key(((parted(row["name"])[0], row["mask"]), row) for row in rows).items():
@@ -119,7 +137,7 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, in
 
 
 def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return one row for the rows of a stack's slices with one preset."""
+    """Merge the rows of a stack's slices with one preset. Return one row, see `grouped`."""
     if len(rows) == 1:
         return rows[0]
     together = of_slices(rows)
@@ -132,10 +150,13 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) -> float:
-    """Return the time that slices took together, in seconds: replicas run in parallel, so the slowest one counts.
+    """Return the time that the slices of some rows took together, in seconds.
+
+    Replicas run in parallel, so the slowest one counts.
 
     Args:
-        of_baseline: True for the baseline's seconds.
+        rows: of metrics.json.
+        of_baseline: True for the time of the baseline, biharmonic restoring.
     """
     total: dict[str, float] = defaultdict(float)
     for row in rows:
@@ -181,31 +202,51 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
 
 
 def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
-    """Return `slice_jump` by stack, mask and preset, for volumes whose truth is known."""
+    """Return `slice_jump` by stack, mask and preset: how much neighbouring slices differ, relative to the truth's.
+
+    It has the volumes whose truth is known; the value is None if it could not be measured.
+
+    Args:
+        metrics: the content of metrics.json.
+    """
     return {(one["name"], one["mask"], one["mode"]): one["slice_jump"] for one in metrics.get("jumps", ())}
 
 
 def ranges_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None], Sequence[float]]:
-    """Return the range of intensities by stack and mask."""
+    """Return the range of intensities, low and high, by stack and mask.
+
+    Args:
+        metrics: the content of metrics.json.
+    """
     return {(one["name"], one["mask"]): one["range"] for one in metrics.get("inputs", ())}
 
 
 def has_rank_seconds(metrics: Mapping[str, Any]) -> bool:
-    """Return True if there are several ranks, so that their added seconds differ from wall time."""
+    """Return True if a run had several ranks, so that the seconds added over its ranks differ from wall time.
+
+    Args:
+        metrics: the content of metrics.json.
+    """
     return metrics["ranks"] > 1 and any("rank_seconds" in row for row in metrics["images"])
 
 
 def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the presets' rows of one image and mask, followed by the biharmonic baseline if it was made."""
+    """Return the rows of one image and mask, one for each preset, followed by a row for the biharmonic baseline if it
+    was made.
+
+    Args:
+        rows: of metrics.json.
+    """
     if rows[0].get("baseline") is None:
         return list(rows)
     return [*rows, {"mode": "biharmonic", **rows[0]["baseline"], **OF_BASELINE}]
 
 
 def text_table(lines: Sequence[Sequence[str]], align: str) -> str:
-    """Return lines of cells as aligned text. In columns that are aligned right a missing value is `-`.
+    """Return rows of cells as aligned text, one line each. In columns that are aligned right a missing value is `-`.
 
     Args:
+        lines: the cells of each row.
         align: "<" or ">" for each column.
     """
     pairs = [zip(line, align, strict=True) for line in lines]
@@ -221,35 +262,38 @@ NOTHING = (MISSING, "0 B", "")  # texts of cells that say nothing
 
 @dataclass
 class Series:
-    """The slices or images that share a slider on the page."""
+    """The results that share a slider on the report's page: slices of a stack under a mask, or single slices or
+    images."""
 
     stack: str | None  # name of the stack; None for single slices and generated images
     mask: str | None  # name of the mask; None for generated images
     all: range = range(0)  # numbers of the stack's slices, including those without masked voxels
     names: list[str] = field(default_factory=list)  # names of single slices or generated images
-    # the rows of each slice or image, by its number in the series
-    rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
-    # entries of `inputs` in metrics.json for the stack, or for the single slices
-    inputs: list[Mapping[str, Any]] = field(default_factory=list)
+    # rows of metrics.json
+    rows: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)  # those of each slice, by its number
+    # entries of `inputs` in metrics.json
+    inputs: list[Mapping[str, Any]] = field(default_factory=list)  # about the stack, or about the single slices
 
     def number(self, name: str) -> int:
-        """Return the number in the series of the slice or image of that name."""
+        """Return the number in the series of the slice or image with this name in metrics.json."""
         return parted(name)[1] if self.stack is not None else self.names.index(name)
 
     @property
     def left(self) -> list[int]:
-        """The slices of the stack that are masked wholly, and were not restored."""
+        """The numbers of the stack's slices that are masked wholly, and were not restored."""
         return [number for one in self.inputs for number in one["wholly_masked"]] if self.stack is not None else []
 
     @property
     def modes(self) -> list[str]:
-        """The presets, and biharmonic if there is such a baseline."""
+        """The names of the presets, and "biharmonic" at the end if there is such a baseline."""
         modes = dict.fromkeys(row["mode"] for rows in self.rows.values() for row in with_baseline(rows))
         return sorted(modes, key=lambda mode: mode == "biharmonic")
 
 
 def key_of(name: str, mask: str | None, of_stacks: Mapping[str, range]) -> tuple[str | None, str | None]:
-    """Return the stack and the mask of the series that a row belongs to.
+    """Return the stack and the mask of the series that a row of metrics.json belongs to.
+
+    The stack is None for a single slice and a generated image.
 
     Args:
         name: the row's name.
@@ -263,7 +307,9 @@ def key_of(name: str, mask: str | None, of_stacks: Mapping[str, range]) -> tuple
 def series_of(
     rows: Sequence[Mapping[str, Any]], of_stacks: Mapping[str, range], inputs: Sequence[Mapping[str, Any]] = ()
 ) -> dict[tuple[str | None, str | None], Series]:
-    """Return all series of a run by stack and mask, in the order of `rows`.
+    """Divide the rows of a run into series, such as the slices of a stack under a mask. Return them by stack and mask.
+
+    They are in the order of `rows`.
 
     Args:
         rows: of metrics.json.
@@ -287,7 +333,11 @@ def series_of(
 
 
 def numbers(series: Series) -> dict[str, Any]:
-    """Return the numbers for the curves of the page's script: for each preset a list over the series' slices."""
+    """Return what the report's script draws a series' curves from: PSNR and SSIM of each preset over the series'
+    slices.
+
+    It is plain data for JSON, with the numbers and names of the slices.
+    """
     order, modes = sorted(series.rows), series.modes
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
@@ -344,7 +394,11 @@ def remarks(series: Series) -> list[tuple[str, str]]:
 
 
 def _intensities(one: Mapping[str, Any]) -> str:
-    """Return a sentence on the range of intensities of an entry of `inputs`, and on the voxels beyond it."""
+    """Return a sentence on an input's range of intensities, and on the number of voxels beyond it.
+
+    Args:
+        one: an entry of `inputs` in metrics.json.
+    """
     (low, high), (lowest, highest), beyond = one["range"], one["extremes"], one["beyond"]
     told = f"The range of intensities is {low:.6g} to {high:.6g}"
     if not beyond:
@@ -354,12 +408,22 @@ def _intensities(one: Mapping[str, Any]) -> str:
 
 
 def _count(indices: Sequence[int], thing: str) -> str:
-    """Return a number of things in words."""
+    """Return a number of things in words, such as "2 slices".
+
+    Args:
+        indices: the things.
+        thing: their name in the singular.
+    """
     return f"{len(indices)} {thing}{'' if len(indices) == 1 else 's'}"
 
 
 def _ranges(indices: Sequence[int], series: Series) -> str:
-    """Return slices as text, `0-3, 7, 9-12`, or the names of single ones."""
+    """Return numbers of a stack's slices as text, `0-3, 7, 9-12`, or the names of single slices. A long list is cut
+    short.
+
+    Args:
+        indices: their numbers in the series.
+    """
     names = series.names
     shown = spans(indices, to="–") if series.stack is not None else [names[index] for index in sorted(indices)]
     more = f" and {len(shown) - LONGEST_LIST} more" if len(shown) > LONGEST_LIST else ""
@@ -367,22 +431,22 @@ def _ranges(indices: Sequence[int], series: Series) -> str:
 
 
 class Cell(NamedTuple):
-    """A cell of a table."""
+    """A cell of a table in the report."""
 
     text: str
-    note: str = ""  # shown in small letters
+    note: str = ""  # further text, shown in small letters
 
 
 class Column(NamedTuple):
-    """A column of a table."""
+    """A column of a table in the report."""
 
-    head: str
-    cells: Sequence[str | Cell]
+    head: str  # its heading
+    cells: Sequence[str | Cell]  # one for each row
     left: bool = False  # True to align it left
 
 
 class Table(NamedTuple):
-    """A table of the page."""
+    """A table in the report."""
 
     label: str  # its heading
     columns: list[Column]  # the columns that are shown, with a cell for each row
@@ -390,7 +454,13 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, label: str, columns: Sequence[Column], muted: Sequence[bool]) -> Table:
-        """Return a table without the columns whose cells are all empty."""
+        """Return a table without the columns whose cells are all empty.
+
+        Args:
+            label: its heading.
+            columns: all columns.
+            muted: for each row, True if it is shown faint.
+        """
         shown = []
         for column in columns:
             cells = [Cell(one) if isinstance(one, str) else one for one in column.cells]
@@ -402,7 +472,7 @@ class Table(NamedTuple):
 def quality_table(
     label: str, rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, str], metrics: Mapping[str, Any]
 ) -> Table:
-    """Return the table of a series: the presets of each image or stack, then the baseline.
+    """Return the report's table of a series: the results of the presets for each image or stack, then the baseline's.
 
     Args:
         label: its heading.
@@ -433,7 +503,12 @@ def quality_table(
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table | None:
-    """Return the means for each mask and preset; None if no mean is of two images or more."""
+    """Return the report's table of means over images for each mask and preset; None if no mean is of two images or
+    more.
+
+    Args:
+        metrics: the content of metrics.json.
+    """
     rows = [row | {"exact_compared": 0 < row["identical"] == row["compared"]} for row in metrics["summary"]["rows"]]
     rows += [row | OF_BASELINE | {"mode": row["method"]} for row in metrics["summary"]["baseline"]]
     if not any(row["n"] > 1 for row in rows):
@@ -451,7 +526,9 @@ def summary_table(metrics: Mapping[str, Any]) -> Table | None:
 
 
 def bound_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of settings that were tried for a bound on quality, for each mask or for all images.
+    """Return the report's table of the settings that were tried for `--quality`, a bound on the loss.
+
+    There are rows for each mask, or for all images.
 
     Args:
         records: `quality` of metrics.json.
@@ -482,10 +559,19 @@ def bound_table(records: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _keeps(row: Mapping[str, Any]) -> str:
-    """Return in words whether a setting keeps the bound."""
+    """Return in words whether a setting that was tried keeps the bound on quality.
+
+    Args:
+        row: the trial's record in metrics.json.
+    """
     return "yes" if row["kept"] else "no" if row["below"] else f"not by {row['margin_db']:g} dB"
 
 
 def decibels(record: Mapping[str, Any], value: float | None) -> str:
-    """Return a figure of a bound on quality as text: one digit against the exact run, three against the truth."""
+    """Return a figure in dB as text, "identical" for None: one digit against the exact run, three against the truth.
+
+    Args:
+        record: an entry of `quality` in metrics.json, a bound on quality, which says what its figures are against.
+        value: the figure.
+    """
     return "identical" if value is None else f"{value:.{1 if record['against'] == 'exact' else 3}f} dB"

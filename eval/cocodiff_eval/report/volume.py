@@ -31,29 +31,31 @@ Box = tuple[slice, ...]  # the slices of indices of a box, [z, y, x]
 
 @dataclass(frozen=True)
 class ShownVolume:
-    """A volume [Z, Y, X] under a mask, read slice by slice along z, in the input's units."""
+    """A volume [Z, Y, X] and its restorations, as the report shows it from three sides. Each is read slice by slice
+    along z."""
 
-    stack: Stack
-    mask: Mask
-    scale: IntensityRange
-    truth: Stack | None  # None if unknown; then nothing under the mask is shown
+    stack: Stack  # the input
+    mask: Mask  # the voxels that were restored
+    scale: IntensityRange  # the input's range of intensities
+    truth: Stack | None  # the original; None if unknown: then nothing of it is shown under the mask
     grey: Mapping[str, Reader]  # what was restored, and ends of intervals, by the name that the page shows
-    # half the width of 90 % intervals, by the name that the page shows; infinite if unknown
-    uncertainty: Mapping[str, Reader]
+    # by the name that the page shows
+    uncertainty: Mapping[str, Reader]  # half the width of 90 % intervals; infinite if unknown
 
 
 @dataclass(frozen=True)
 class ShownPart:
-    """The part of a volume that is embedded: every `step`-th voxel of a box."""
+    """The part of a volume that the report embeds: every `step`-th voxel of a box."""
 
-    box: Box
-    step: int
+    box: Box  # range of indices along z, y and x
+    step: int  # distance of embedded voxels along each axis
     told: str  # words for the page on which voxels these are
     middle: list[int]  # indices in the part of the voxel that is shown first
 
 
 def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
-    """Return what the page's script reads of a volume, at most `room` bytes before base64.
+    """Return what the report's script reads of a volume: metadata and voxels in base64, of at most `room` bytes before
+    that.
 
     Memory holds one slice of each file and what is embedded.
     """
@@ -102,7 +104,11 @@ def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
 
 
 def _part(volume: ShownVolume, room: int) -> ShownPart:
-    """Return the first part of a volume that fits in `room` bytes."""
+    """Choose the part of a volume that the report embeds: the largest of a few that fits in `room` bytes.
+
+    They are the whole volume, the part around the mask, every second voxel of that, and the part around one masked
+    region.
+    """
     shape = volume.stack.shape
     step = [-(-side // CELLS) for side in shape]
     starts = [np.arange(0, side, by) for side, by in zip(shape, step, strict=True)]
@@ -134,7 +140,14 @@ def _part(volume: ShownVolume, room: int) -> ShownPart:
 
 
 def _around(middle: Sequence[int], shape: Sequence[int], voxels: float) -> Box:
-    """Return a box of at most `voxels` voxels around one voxel, with equal sides if the volume is large enough."""
+    """Return the box around one voxel that holds at most `voxels` voxels, with equal sides if the volume is large
+    enough.
+
+    Args:
+        middle: indices of the voxel.
+        shape: the volume's.
+        voxels: most voxels of the box.
+    """
     box: dict[int, slice] = {}
     for left, axis in enumerate(sorted(range(3), key=lambda axis: shape[axis])):
         side = max(1, min(shape[axis], int(voxels ** (1 / (3 - left)) + 1e-9)))
@@ -145,9 +158,9 @@ def _around(middle: Sequence[int], shape: Sequence[int], voxels: float) -> Box:
 
 
 def _regions(mask_ZYX: np.ndarray) -> tuple[list[Box], list[int]]:
-    """Return a mask's connected regions as boxes, the largest first, and the middle voxel of the median one.
+    """Return a mask's connected regions as boxes, the largest first, and a voxel in the middle of the median one.
 
-    For an empty mask it is the voxel in the middle of the volume.
+    The latter is a list of three indices. For an empty mask it is the voxel in the middle of the volume.
     """
     from scipy import ndimage
 
@@ -164,5 +177,5 @@ def _regions(mask_ZYX: np.ndarray) -> tuple[list[Box], list[int]]:
 
 
 def _packed(values: np.ndarray) -> str:
-    """Return values as base64 of their gzip."""
+    """Return an array's bytes as text: gzip in base64."""
     return base64_text(gzip.compress(values.tobytes(), 9, mtime=0))
