@@ -34,7 +34,7 @@ from cocodiff.cli.doctor.checks import (
     spelled,
 )
 from cocodiff.cli.doctor.command import table
-from cocodiff.cli.doctor.facts import AllToAll, Card, Facts, Issue, Nic, Overlap, RankFacts
+from cocodiff.cli.doctor.facts import AllToAll, Card, Facts, Issue, LinkTrial, Nic, Overlap, RankFacts
 from cocodiff.config.config import load_machine, read_yaml
 from cocodiff.kernels.trial import KernelTrial
 from cocodiff.planner.calibrate import machine_file
@@ -72,6 +72,11 @@ def healthy_job(world: int = 12, host_of: Callable[[int], int] = lambda rank: ra
         Overlap(1.0, 1.0, 1.05),
         6,
         [Issue("all-to-all", 4096, 22, 1e-4, 2e-4), Issue("all-to-all", 2**24, 22, 1e-4, 1e-2)],
+        [
+            LinkTrial("sibling", 2**26, 2, 1e-3),
+            LinkTrial("plane", 2**20, 10, 4e-4),
+            LinkTrial("plane", 2**26, 10, 7e-3),
+        ],
         pair=ENDS,
     )
 
@@ -145,6 +150,7 @@ WRONG: dict[str, Change] = {
     "numbers that CCL_OP_SYNC mends": both(wrong_trials(1), job(pair=([], []), op_sync=other_sync(1, "right"))),
     "nothing hidden": job(overlap=Overlap(1.0, 2.0, 2.51)),
     "nothing hidden in safe mode": both(SAFE, job(overlap=Overlap(1.0, 1.0, 2.0))),
+    "slow links": job(links=[LinkTrial("sibling", 2**26, 2, 1e-3), LinkTrial("plane", 2**26, 10, 2e-2)]),
     "a wrong kernel": ranks(0, kernel_trials=(WRONG_KERNEL,)),
     "copies that lose their pitch": ranks(3, device_trial=DeviceTrial("SDPA", 0.1, ("transposed",))),
     "attention that is wrong": ranks(3, 4, device_trial=DeviceTrial("SDPA", 7.5)),
@@ -357,7 +363,7 @@ def test_the_machines_file_has_what_was_measured(tmp_path, tflop_s, peak, share)
     rates = {"bf16_tflop_s": tflop_s, "launch_us": 7.0, "wait_us": 30.0}
     slow = ranks(5, rates={"bf16_tflop_s": tflop_s, "launch_us": 9.0})
     faster = ranks(3, rates={"bf16_tflop_s": 2 * tflop_s, "wait_us": 20.0})
-    measured = job(overlap=Overlap(1.0, 2.0, 2.6), issues=BLOCKED)
+    measured = job(overlap=Overlap(1.0, 2.0, 2.6), issues=BLOCKED, links=())
     machine = both(both(ranks(rates=rates), slow), both(faster, measured))(healthy_job()).machine()
     path = tmp_path / "machine.yaml"
     path.write_text(yaml.safe_dump(machine_file(machine), sort_keys=False))
@@ -378,7 +384,21 @@ def test_the_machines_file_has_the_share_of_rates_that_an_all_to_all_reached(sha
     waits = [replace(one, returns_s=22e-6, complete_s=122e-6) for one in BLOCKED]
     largest = Issue("all-to-all", 2**24, 22, 22e-6, 122e-6 + nominal_s / share)
     for issues, found in ((waits, 1.0), ([*waits, largest], min(1.0, share))):
-        machine = job(issues=issues)(healthy_job()).machine()
+        machine = job(issues=issues, links=())(healthy_job()).machine()
         assert machine.links.link_share == pytest.approx(found, rel=1e-3)
         names = {belief.name for belief in machine.beliefs}
         assert ("link_share" in names) == (issues == waits) and "latency_us" not in names
+
+
+def test_the_machines_file_has_the_rate_of_each_kind_of_link_and_what_all_at_once_reach():
+    """The rate of the largest messages, and beside it that of an all-to-all which they fill to a half."""
+    trials = [
+        LinkTrial(kind, size, messages, 100e-6 + messages * 1e-6 + size / rate / 1e9)
+        for kind, rate, messages in (("sibling", 100, 2), ("plane", 8, 10))
+        for size, rate in ((2**26, rate), (2**20, rate / 2))
+    ]
+    waits = [Issue("a", 64, 2, 2e-6, 102e-6)]
+    whole = Issue("all-to-all", 2**24, 22, 22e-6, 122e-6 + 2 * 2**24 / 12 / 8e9 / 0.5)
+    machine = job(issues=[*waits, whole], links=trials)(healthy_job()).machine()
+    found = machine.links.sibling_gb_s, machine.links.plane_gb_s, machine.links.nic_gb_s, machine.links.link_share
+    assert found == pytest.approx((100, 8, 25, 0.5), rel=1e-2)

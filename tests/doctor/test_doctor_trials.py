@@ -36,6 +36,24 @@ def test_a_sample_has_every_kind_of_link_of_every_rank(size: int) -> None:
         assert len(planes) == 2
 
 
+@pytest.mark.parametrize(("machine", "size"), [("aurora", 12), ("aurora", 36), ("local", 5), ("mesh-4", 4)])
+def test_the_trial_of_a_kind_of_link_sends_over_these_links_alone(machine: str, size: int) -> None:
+    """All links of a node between tiles of a card and of a plane, and each rank's NIC; both sides list the same."""
+    topology = topology_of(machine, size)
+    of_ranks = [trials.linked(topology, rank) for rank in range(size)]
+    pairs = {(kind, a, b) for a, of_rank in enumerate(of_ranks) for kind, (to, _) in of_rank.items() for b in to}
+    assert pairs == {
+        (kind, a, b) for b, found in enumerate(of_ranks) for kind, (_, come) in found.items() for a in come
+    }
+    classes = {(topology.link_class(a, b), a, b) for a in range(size) for b in range(size)}
+    assert pairs - {one for one in pairs if one[0] == "nic"} == {
+        one for one in classes if one[0] in ("sibling", "plane")
+    }
+    assert all(topology.link_class(a, b) == "node" for kind, a, b in pairs if kind == "nic")
+    assert {tuple(found) for found in of_ranks} == {tuple(of_ranks[0])}
+    assert ("nic" in of_ranks[0]) == (topology.nodes > 1)
+
+
 @pytest.mark.parametrize("size", [2, 12, 96, 768, 7680])
 def test_bytes_of_a_rank_are_bounded_whatever_the_number_of_ranks(size: int) -> None:
     peers = len(trials.peers_of(0, size))

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from launching import assert_succeeded, find_mpiexec, run
 
+from cocodiff.config.config import load_machine
+
 pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.usefixtures("emulation")]
 SHOW = "readlink /proc/self/ns/net"
 MACHINE = """
@@ -147,6 +149,20 @@ def test_alltoall_of_every_exchange_is_right_and_compared_with_the_bound(machine
     assert variants(rows) == ["flat", "flat_serial", "library", "tapa", "split", "auto", "bound"]
     assert all(row["efficiency"] == pytest.approx(rows[6]["median_s"] / row["median_s"]) for row in rows)
     assert rows[3]["phase1_s"] > 0 and rows[3]["phase2_s"] > 0
+
+
+@pytest.mark.full
+def test_doctor_measures_the_rate_of_each_kind_of_link(tmp_path: Path) -> None:
+    """And three ranks of a node that share a NIC are counted as such. A busy host makes links slower, never faster."""
+    path, scale = tmp_path / "small.yaml", 1000
+    path.write_text(MACHINE.partition("device:")[0].replace("185", "60"))
+    how = emulate("--machine", str(path), "--nodes", "2", "--scale", str(scale))
+    words = ["--kernels", "torch", "--machine", str(path), "--out", str(tmp_path / "doctor")]
+    assert_succeeded(run([*how, "--", sys.executable, "-m", "cocodiff", "doctor", *words]))
+    nominal, measured = (load_machine(str(file)).links for file in (path, tmp_path / "doctor" / "machine.yaml"))
+    for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s"):
+        assert 0.4 < scale * getattr(measured, name) / getattr(nominal, name) < 1.2, name
+    assert 0.4 < measured.link_share <= 1
 
 
 def test_mpi_runs_over_the_emulated_links(tmp_path: Path) -> None:

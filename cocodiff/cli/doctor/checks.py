@@ -370,9 +370,30 @@ def check_host(facts: Facts, found: Findings) -> None:
     found.otherwise(NOTE, "one rank: no messages")
 
 
+def _size(count: int) -> str:
+    """Return a number of bytes as whole MiB or KiB."""
+    return f"{count >> 20} MiB" if count >> 20 else f"{count >> 10} KiB"
+
+
+def check_links(facts: Facts, found: Findings) -> None:
+    """Report the rate of each kind of link by the size of messages, and find those of less than half the file's."""
+    stated, measured = facts.topology.machine, facts.machine()
+    own = (measured or stated).links
+    remedy = "plan with the machine.yaml written here; if planes alone are slow, compare the machine file's planes"
+    for kind, trials in by_key((one.kind, one) for one in facts.links).items():
+        text = f"{kind} alone: " + ", ".join(f"{one.gb_s(own):.3g} GB/s at {_size(one.bytes)}" for one in trials)
+        if measured is None or "its links" in stated.missing_rates:
+            found.note(text)
+            continue
+        of_file = stated.value(f"{kind}_gb_s")
+        slow = trials[-1].gb_s(own) < of_file / 2
+        found.add(WARNING if slow else NOTE, f"{text}; machine {stated.name} has {of_file:g}", remedy if slow else "")
+    found.otherwise(NOTE, "one rank: no messages")
+
+
 def _told(issue: Issue) -> str:
     """Return the measured times of a call of one size in words."""
-    size = f"{issue.bytes >> 20} MiB" if issue.bytes >> 20 else f"{issue.bytes >> 10} KiB"
+    size = _size(issue.bytes)
     times = f"returns after {issue.returns_s * 1e6:.0f} us, complete after {issue.complete_s * 1e6:.0f} us"
     return f"{size} {times}: the host is {'blocked' if issue.blocks else 'free'}"
 
@@ -499,6 +520,7 @@ CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
     "overlap": check_overlap,
     "order": check_order,
     "host": check_host,
+    "links": check_links,
     "settings": check_settings,
     "memory": check_memory,
     "sycl": check_sycl,

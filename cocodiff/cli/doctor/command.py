@@ -181,11 +181,13 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         with step("messages beside other work"):
             overlap = trials.overlap(transport, group)
         issues = trials.issues(transport, group, step)
+        links = trials.links(transport, group, topology, step)
         op_sync = ask("op_sync", transport, launch, values)
     except (PeerLost, OwnRankError) as error:
         return Facts([own], topology, stopped=str(error))
+    model_needs = needed(values, topology, transport)
     asked = {"messages": values["messages"], "one_by_one": transport.one_by_one, "pair": pair, "op_sync": op_sync}
-    return Facts(ranks, topology, alltoalls, overlap, order, issues, needed(values, topology, transport), **asked)
+    return Facts(ranks, topology, alltoalls, overlap, order, issues, links, model_needs, **asked)
 
 
 @contextmanager
@@ -356,6 +358,7 @@ def write(
         "stopped": facts.stopped,
         "order_rounds": facts.order,
         "issues": [asdict(issue) | {"blocks": issue.blocks} for issue in facts.issues],
+        "links": [asdict(one) for one in facts.links],
         "blocked_us": facts.blocked_us,
         "needed_bytes": facts.needed,
         "pair": facts.pair,

@@ -24,7 +24,7 @@ from cocodiff.attention.trial import DeviceTrial
 from cocodiff.comm.launch import Launch, emulated, system_mpiexec
 from cocodiff.comm.mpi_start import lacking_shared_memory
 from cocodiff.config.grouping import by_key
-from cocodiff.config.machine import Machine
+from cocodiff.config.machine import Links, Machine
 from cocodiff.config.packages import TAKEN_UP
 from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
@@ -175,6 +175,21 @@ class Issue:
 
 
 @dataclass(frozen=True)
+class LinkTrial:
+    """The time of messages over all links of one kind at once, while links of other kinds are idle."""
+
+    kind: str  # "sibling", "plane" or "nic"
+    bytes: int  # bytes over the fullest of these links, in each direction
+    messages: int  # number of messages that a rank sends and receives
+    seconds: float  # of the slowest rank
+
+    def gb_s(self, links: Links) -> float:
+        """Return the GB/s of a link, without the waits of messages on a machine with these latencies."""
+        waits_s = 1e-6 * (links.latency_us + self.messages * links.blocked_us)
+        return self.bytes / max(self.seconds - waits_s, self.seconds / 2) / 1e9
+
+
+@dataclass(frozen=True)
 class Facts:
     """The facts about a job: those of its ranks, and the results of trials of their messages."""
 
@@ -184,6 +199,7 @@ class Facts:
     overlap: Overlap | None = None  # times of messages beside other work; None on one rank
     order: int | None = None  # rounds of messages between busy streams, all of them right; None without streams
     issues: Sequence[Issue] = ()  # times for which calls that send and receive block the host
+    links: Sequence[LinkTrial] = ()  # times of messages over links of one kind
     needed: int | None = None  # bytes that a rank needs for the model given by --model
     stopped: str = ""  # why the trials were ended early
     messages: str = "auto"  # the setting `messages`
@@ -220,8 +236,10 @@ class Facts:
             measured |= {"blocked_us": self.blocked_us, "latency_us": max(0.0, quick.complete_s * 1e6 - of_host)}
         for name, value in measured.items():
             machine = machine.with_value(name, value)
+        for one in sorted(self.links, key=lambda one: one.bytes):  # the largest messages say the rate
+            machine = machine.with_value(f"{one.kind}_gb_s", one.gb_s(machine.links))
         to_all = [one for one in self.issues if one.call == "all-to-all"]
-        if not to_all or "its links" in self.topology.machine.missing_rates:
+        if not to_all or "its links" in machine.missing_rates:
             return machine
         largest = max(to_all, key=lambda one: one.bytes)
         sent = calibrate.AllToAll(self.topology, "flat", largest.bytes / 1e6)

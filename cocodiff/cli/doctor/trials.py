@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.trial import DeviceTrial, Shape, try_device
-from cocodiff.cli.doctor.facts import AllToAll, Issue, Overlap
+from cocodiff.cli.doctor.facts import AllToAll, Issue, LinkTrial, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import TOGETHER, Group, Pending, Transport
 from cocodiff.config.errors import OwnRankError
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import set_repeatable
+from cocodiff.topology import Topology
 
 Step = Callable[[str], AbstractContextManager[Any]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -40,6 +43,7 @@ OVERLAP_BYTES = {"cpu": 256 * 1024, "other": 8 * 2**20}
 BUSY_S = 0.02  # seconds for which a stream is kept busy, many times as long as the message takes
 ORDER_BYTES, ROUNDS = 2**16, 6
 ISSUE_BYTES = (4096, 2**16, 2**20, 2**24)
+LINK_BYTES = {"cpu": (2**16, 2**20), "other": (2**20, 2**23, 2**26)}  # of each message; on a CPU links may be emulated
 OLD_SENT, OLD_RECEIVED = 251, 252  # values in memory before a message; content is less
 READ_EARLY = "what was received is read on another stream before it is there: wait does not order that stream"
 SENT_EARLY = "a message left before the stream that writes it was through: sending does not wait for that stream"
@@ -383,6 +387,46 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
                 own = [*map(statistics.median, zip(*times, strict=True))]
                 of_ranks = transport.gather_object(own) or [own]
             found.append(Issue(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
+    return found
+
+
+def linked(topology: Topology, rank: int) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
+    """Return the ranks that a rank sends to and receives from in the trial of each kind of link that the job uses.
+
+    Kinds are "sibling" (the other tiles of its card), "plane" (the tiles of its plane on its node) and "nic" (the ranks
+    at its place on the next and the previous node). The kinds are the same on every rank; one may have no ranks here.
+    """
+    on_node, size = topology.on_node[topology.places[rank].node], topology.size
+    in_plane = [other for other in on_node if topology.link_class(rank, other) == "plane"]
+    found: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+    if any(len(ranks) > 1 for ranks in topology.cards.values()):
+        found["sibling"] = (topology.siblings(rank),) * 2
+    if any(topology.link_class(0, other) == "plane" for other in topology.on_node[0]):
+        found["plane"] = (in_plane, in_plane)
+    if topology.nodes > 1 and size == topology.nodes * len(on_node):
+        found["nic"] = [(rank + len(on_node)) % size], [(rank - len(on_node)) % size]
+    return found
+
+
+def links(transport: Transport, group: Group, topology: Topology, step: Step = nullcontext) -> list[LinkTrial]:
+    """Time messages over all links of one kind at once, in both directions, while links of other kinds are idle.
+
+    Times are medians of the slowest rank, by kind and size. All ranks call it. step: as for `all_to_alls`.
+    """
+    rank, size, device, found = transport.rank, transport.size, transport.device, list[LinkTrial]()
+    of_nics = Counter(topology.nics[one] for one in topology.on_node[0])
+    for kind, peers in linked(topology, rank).items():
+        for length in of_device(LINK_BYTES, device):
+            sends, recvs = (
+                [torch.zeros(length * (one in ranks), dtype=torch.uint8, device=device) for one in range(size)]
+                for ranks in peers
+            )
+            exchange = partial(group.all_to_all, sends, recvs)
+            with step(f"messages of {length} bytes over links of kind {kind}"):
+                times = [timed(group, device, exchange)[1] for _ in range(REPEATS + 1)]  # the first is not counted
+                seconds = transport.over_all(statistics.median(times[1:]), max, "the slowest rank")
+            on_fullest = length * max(of_nics.values()) if kind == "nic" else length
+            found.append(LinkTrial(kind, on_fullest, 2 * max(1, len(peers[0])), seconds))
     return found
 
 
