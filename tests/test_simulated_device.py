@@ -24,7 +24,7 @@ from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Lane
 from cocodiff.config.config import Config
 from cocodiff.config.errors import OwnRankError
-from cocodiff.kernels.device import HandedOver, free_memory, rank_device, used_on_current_stream
+from cocodiff.kernels.device import HandedOver, free_memory, kept_for_all_streams, rank_device, used_on_current_stream
 from cocodiff.kernels.dispatch import OPS
 
 
@@ -77,6 +77,27 @@ def test_what_was_forgotten_is_reported_and_gives_other_values(sim, forgotten, s
         wrong = on_another_stream(sim, found[0], forgotten)
     assert not torch.equal(wrong, torch.full((1000,), 3.0))
     assert any(said in report and "test_simulated_device.py:" in report for report in found.reports)
+
+
+def test_a_kept_value_is_whole_on_every_stream_and_outlives_its_last_reader(sim):
+    """Made on a stream that is slow, read on another one, and dropped while that one is held back."""
+    with sim.devices(1, delayed=0.5, lines="tests") as found:
+        (device,) = found
+        module, may_go_on = torch.get_device_module(device), threading.Event()
+        tables = kept_for_all_streams(lambda value, device: torch.full((1000,), float(value), device=device), 1)
+        maker, reader = module.Stream(device), module.Stream(device)
+        with module.stream(maker):
+            tables(2, device)
+        with module.stream(reader):
+            sim.launch(reader, "hold back", [], [], may_go_on.wait)
+            read = tables(2, device) + 1
+        with module.stream(maker):
+            tables(5, device)
+            torch.zeros(1000, device=device)
+        may_go_on.set()
+        reader.synchronize()
+        assert torch.equal(read.cpu(), torch.full((1000,), 3.0))
+    assert found.reports == []
 
 
 def test_strict_overwrites_as_soon_as_memory_is_freed(sim):

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -256,6 +256,28 @@ def used_on_current_stream(value: T) -> T:
     elif not isinstance(value, int | float | str | None):
         raise TypeError(f"a {type(value).__name__} passes to another stream and does not tell what tensors it holds")
     return value
+
+
+def kept_for_all_streams(make: Callable[..., T], most: int) -> Callable[..., T]:
+    """Return a function that makes a value for its arguments once, keeps the last `most` values, and may be called on
+    any stream and thread.
+
+    A value's tensors are complete before another stream can read them, because the first call waits until its own
+    stream has written them. The memory of a value that is dropped is not used again before its last reader is through.
+
+    Args:
+        make: makes a value that `used_on_current_stream` takes; its last argument is the device.
+        most: number of values that are kept.
+    """
+
+    @lru_cache(maxsize=most)
+    def kept(*arguments: Any) -> T:
+        made, device = make(*arguments), arguments[-1]
+        if device.type != "cpu":
+            torch.get_device_module(device).current_stream(device).synchronize()
+        return made
+
+    return lambda *arguments: used_on_current_stream(kept(*arguments))
 
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by its size in bytes

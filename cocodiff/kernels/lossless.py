@@ -47,7 +47,6 @@ streams are sent and how many bytes they take.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -55,6 +54,7 @@ import torch
 from cocodiff_sycl.parts import RUN, TILE, TOKENS, Cut, room_of, stream_places
 from torch import Tensor
 
+from cocodiff.kernels.device import kept_for_all_streams
 from cocodiff.kernels.residual import sum_of
 
 RAW = 255  # size of a strip that is not coded
@@ -378,6 +378,10 @@ class _Strips:
         self.first_T, self.until_T = before.to(device)[self.block_T], tiles.cumsum(0).to(device)[self.block_T]
         self.sizes_T = (torch.bincount(self.tile_S, minlength=sum(self._tiles)) + 1) // 2
 
+    def contained_tensors(self) -> list[Tensor]:
+        """Return the index tensors."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
+
     def taken(self, x_BLHD: Tensor) -> Tensor:
         """Return a tensor's numbers arranged in strips, [strips, tokens, 8], with zeros for missing ones."""
         flat = x_BLHD.contiguous().view(torch.int16).flatten()
@@ -441,7 +445,7 @@ class _Strips:
         return list(found[:-REACH].to(torch.uint8).split_with_sizes(lengths))
 
 
-_strips_of = lru_cache(maxsize=8)(_Strips)  # for q, k, v and the output at both ends, and some chunks
+_strips_of = kept_for_all_streams(_Strips, 8)  # for q, k, v and the output at both ends, and some chunks
 
 
 def _coded(z: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -474,14 +478,16 @@ def _put(found: Tensor, begins: Tensor, values: Tensor) -> None:
         found.index_add_(0, (begins >> 3) + byte, shifted >> 8 * byte & 255)
 
 
-@lru_cache(maxsize=4)
-def _beginnings(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _make_beginnings(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return three int64 tables by the lowest bits of a code: (its number of ones, the constant part of its width in
     bits, how often its parameter adds to the width)."""
     bits = torch.arange(1 << LONGEST, device=device)
     ones = torch.stack([(bits + 1) % (1 << count) == 0 for count in range(1, LONGEST + 1)]).sum(0)
     long = ones == LONGEST
     return ones, torch.where(long, LONGEST + 16, ones + 1 + (ones - UNARY).clamp(min=0)), (~long).long()
+
+
+_beginnings = kept_for_all_streams(_make_beginnings, 4)
 
 
 class _Codes:
