@@ -424,10 +424,10 @@ def key_of(name: str, kind: CallKind) -> str:
 
 
 def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """Return the mean seconds of a layer over all steps of a run, interpolated between measured fractions of sent
-    tokens.
+    """Return the mean seconds of a layer over all steps of a run.
 
-    If the fraction 0 is not measured, it is taken as a call that sends all tokens.
+    Between measured fractions of unsent tokens it is interpolated. If the fraction 0 is not measured, it is taken as a
+    call that sends all tokens.
 
     Args:
         of_kind: measured seconds by kind of attention calls.
