@@ -310,7 +310,7 @@ class SerialGroup:
 class SerialTransport:
     """A transport whose groups exchange messages with one peer at a time, see `SerialGroup`."""
 
-    group_of: Any = SerialGroup
+    group_of: Any = SerialGroup  # class of the groups it makes
 
     def __init__(self, transport: Any) -> None:
         self._inner, self.world = transport, self.group_of(transport.world)

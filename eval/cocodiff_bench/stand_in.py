@@ -231,8 +231,7 @@ class Late(NamedTuple):
     of them."""
 
     sent: int  # number of bytes, of all ranks
-    # bytes sent while the rank's main thread waited for nothing; for partly hidden messages, in proportion to time
-    hidden: float
+    hidden: float  # bytes sent while the main thread did not wait; of messages partly so, in proportion to time
 
     @classmethod
     def of(cls, of_ranks: Iterable[Sequence[Span]], waited: str = "wait") -> Late:

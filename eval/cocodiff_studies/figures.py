@@ -77,7 +77,7 @@ class Run:
     command: str  # the command's words after `cocodiff`, with a {key} where commands differ
     # For each {key} in the name and the command: values for the name, each with the words for the command. There is one
     # command for every combination.
-    each: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    each: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by {key}, its values with the words for each
 
     def named(self, name: str) -> Iterator[tuple[str, list[str]]]:
         """Yield the name and the words of each command.
