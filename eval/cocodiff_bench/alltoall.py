@@ -124,7 +124,12 @@ def config_of(name: str, values: Values) -> Config:
 
 
 def check_table(values: Values, topology: Topology) -> None:
-    """Raise UserError if there is no table for this machine by which the exchange `auto` chooses among the others."""
+    """Raise UserError if there is no table for this machine by which the exchange `auto` chooses among the others.
+
+    Args:
+        values: the command's options, which may name a table's file.
+        topology: the places of ranks, with the machine.
+    """
     exchange_table(config_of("auto", values), topology)
 
 
@@ -198,6 +203,8 @@ Variant = Callable[[Blocks], Tensor]  # runs the exchange and returns what arriv
 def exchange_variant(config: Config, topology: Topology, transport: Any, trace: Trace) -> Variant:
     """Return a function that runs one of the engine's own exchanges among all ranks.
 
+    That function takes this rank's `Blocks` and returns the received blocks by sender, [ranks, L, D].
+
     Args:
         config: the engine's settings, with the exchange.
         topology: the places of ranks.
@@ -218,7 +225,13 @@ def exchange_variant(config: Config, topology: Topology, transport: Any, trace: 
 
 
 def flat_serial(transport: Any) -> Variant:
-    """Return a function that exchanges blocks with one peer at a time."""
+    """Return a function that exchanges blocks with one peer at a time.
+
+    That function takes this rank's `Blocks` and returns the received blocks by sender, [ranks, L, D].
+
+    Args:
+        transport: this rank's connection to the other ranks.
+    """
     group = SerialTransport(transport).group(range(transport.size))
 
     def run(blocks: Blocks) -> Tensor:
@@ -231,7 +244,10 @@ def flat_serial(transport: Any) -> Variant:
 
 
 def mpi_alltoall(_transport: Any) -> Variant:
-    """Return a function that exchanges blocks by MPI's own all-to-all."""
+    """Return a function that exchanges blocks by MPI's own all-to-all, for ranks that MPI has started.
+
+    That function takes this rank's `Blocks` and returns the received blocks by sender, [ranks, L, D].
+    """
     from cocodiff.comm.mpi_start import initialised_mpi
 
     world = initialised_mpi().COMM_WORLD.Dup()
@@ -244,7 +260,7 @@ def mpi_alltoall(_transport: Any) -> Variant:
 
 
 def library_alltoall(blocks: Blocks) -> Tensor:
-    """Exchange blocks by torch.distributed's own all-to-all. Return the received blocks by sender."""
+    """Exchange blocks among all ranks by torch.distributed's own all-to-all. Return the received blocks by sender."""
     dist.all_to_all_single(blocks.received, blocks.packed)  # without sizes, so that a library may use a faster way
     return blocks.received
 
@@ -319,8 +335,10 @@ def rows_of(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return what is printed behind a row's times: the bound divided by its time, and the times of TAPA's two
-    phases."""
+    """Return the words that are printed behind the times of a row of results.
+
+    They are the bound's time divided by the row's, and the times of TAPA's two phases.
+    """
     words = [f"{row['efficiency']:.3f} of the bound"] if row["n"] and row["efficiency"] is not None else []
     phases = [(number, row.get(f"phase{number}_s")) for number in (1, 2)]
     return words + [f"phase {number} {seconds * 1e3:.2f} ms" for number, seconds in phases if seconds is not None]

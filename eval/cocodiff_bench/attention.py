@@ -65,7 +65,7 @@ OPTIONS = common.with_common_options(
 
 
 class Call(NamedTuple):
-    """The tensors of one rank in one attention call."""
+    """The tensors of one rank in one attention call that `bench attention` times."""
 
     tokens: int  # number of all ranks' tokens together
     q_BLHD: Tensor  # this rank's queries; with a single query one row that is the same on all ranks
@@ -390,8 +390,10 @@ def rows_of(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return what is printed behind a row's times: GB/s of memory, MB by which the process grew, and MB sent, if
-    known."""
+    """Return the words that are printed behind the times of a row of results.
+
+    They are GB/s of memory, the MB by which the process grew, and the MB sent, as far as the row has them.
+    """
     words = [f"{row['gb_s']:.2f} GB/s"] if "gb_s" in row else []
     if row.get("peak_bytes") is not None:
         words.append(f"{row['peak_bytes'] / 1e6:.0f} MB more")

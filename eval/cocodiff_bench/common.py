@@ -160,14 +160,18 @@ def measure_slowest(
     traces: Mapping[str, Trace],
     barrier: Callable[[], Any] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, int]]]:
-    """Measure all variants. Return the seconds of each by the clock of the slowest rank, and the bytes that all ranks
-    sent.
+    """Measure all variants of a benchmark in turn, on all ranks. Return two mappings by variant: seconds and bytes.
 
-    Seconds are a list by variant, one for each round. Bytes are those of a mean call, by variant and class of link. All
-    ranks call this; only rank 0's results are complete. For the other arguments see `measure_in_turns`.
+    Seconds are a list, one for each round, by the clock of the slowest rank. Bytes are those that all ranks sent in a
+    mean call, by class of link. All ranks call this; only rank 0's results are complete.
 
     Args:
+        title: title of rank 0's progress bar.
+        variants: the functions to time, by name.
+        values: the command's options, of which `repeats` and `quiet` are used.
+        transport: this rank's connection to the other ranks.
         traces: the traces that count bytes, by variant. Variants without a trace have no bytes.
+        barrier: function called before each call of a variant, which returns when all ranks have called it.
     """
     seconds = measure_in_turns(title, variants, values, transport, barrier=barrier, traces=traces.values())
     slowest = of_slowest_rank(seconds, transport)

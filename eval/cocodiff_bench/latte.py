@@ -70,8 +70,8 @@ TOKENS: Plan = {"transformer_blocks.0": {"hidden_states": Cut(tokens=PLACES)}, "
 class UlyssesLatte(LatteAdapter):
     """The adapter that lets ranks share a Latte video model by Ulysses attention, as other families do. A baseline.
 
-    Each rank has some places of all frames, which is all that temporal blocks need. Ranks exchange places for heads
-    where a spatial block attends.
+    Each rank has some places (positions within a frame) of all frames, which is all that temporal blocks need. Ranks
+    exchange places for heads where a spatial block attends.
     """
 
     plan = TOKENS
@@ -86,7 +86,8 @@ class UlyssesLatte(LatteAdapter):
         undo.callback(Adapter.attach(self, model, host, kernels))
 
         def cut_timesteps(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            """Return a block's arguments with the timesteps of this rank's places only."""
+            """Return a block's arguments, positional and named, with the timesteps of this rank's places in a frame
+            only."""
             bound = signature_of(block).bind(*args, **kwargs)  # [videos * places, C]
             of_places = bound.arguments["timestep"].unflatten(0, (-1, sum(host.sequence.shares(PLACES))))
             bound.arguments["timestep"] = host.sequence.cut(PLACES, of_places).flatten(0, 1)

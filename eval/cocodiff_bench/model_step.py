@@ -56,8 +56,10 @@ FIGURE_11_S = {"flat_serial": 25.5e-3, "tapa": 0.4e-3 + 6.0e-3}
 
 
 def figure_11_share() -> float:
-    """Return the share of the link rates in Aurora's machine file that would explain the times in CoCoDiff's Figure
-    11."""
+    """Return the share of the link rates in Aurora's machine file that would explain the times in CoCoDiff's Figure 11.
+
+    It is a default of `--link_efficiency`.
+    """
     machine = load_machine("aurora").with_value("latency_us", 0.0)
     topology = Topology.build(machine, machine.tiles_per_node or 12)
     shares = [AllToAll(topology, name, 48).seconds(machine) / found_s for name, found_s in FIGURE_11_S.items()]
@@ -404,7 +406,11 @@ def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: in
 
 def parts_of(name: str) -> int:
     """Return the number of parts into which a variant divides the ranks: 2 if each computes a branch of guidance, else
-    1."""
+    1.
+
+    Args:
+        name: name of the variant, a key of ALL_VARIANTS.
+    """
     return int(ALL_VARIANTS[name].get("guidance_parallel", 1))
 
 
@@ -419,7 +425,12 @@ def measured_kinds(case: Case) -> list[CallKind]:
 
 
 def key_of(name: str, kind: CallKind) -> str:
-    """Return the key, in the measurements, of a variant's layers with attention calls of one kind."""
+    """Return the key, in the measurements, of a variant's layers with attention calls of one kind.
+
+    Args:
+        name: name of the variant.
+        kind: the kind of calls.
+    """
     return f"{name}@{kind}"
 
 
@@ -505,8 +516,11 @@ def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
 
 
 def more_words(row: Row) -> list[str]:
-    """Return what is printed behind a row's times: the share of communication, speed-ups over baselines, and what is
-    hidden."""
+    """Return the words that are printed behind the times of a row of results.
+
+    They are the share of communication, speed-ups over baselines, the run whose displaced tensors are repeated, the
+    hidden share of the bytes that no call waits for, and memory, as far as the row has them.
+    """
     ratios = {name: row.get(f"ratio_vs_{name}") for name in ("flat_serial", "library", "flat")}
     faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
     replays = [f"displaced as in {row['decisions']}"] if row.get("decisions") else []

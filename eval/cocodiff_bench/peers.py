@@ -267,10 +267,10 @@ def report(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return what is printed behind a row's times: the first call's milliseconds, and two relative errors.
+    """Return the words that are printed behind the times of a row of results.
 
-    The errors are those against one process in fp32 and against an exact variant. Variants that displace tensors also
-    have their codec, and the share of their bytes that no call waited for.
+    They are the first call's milliseconds, and two relative errors: against one process in fp32 and against an exact
+    variant. Variants that displace tensors also have their codec, and the share of their bytes that no call waited for.
     """
     errors = f"error {row['relative_error']:.1e}, {row['relative_to_exact']:.1e}"
     arrival = [f"codec {row['codec']}, late {row['late_part']:.0%}"] if "late_part" in row else []
@@ -485,7 +485,11 @@ def replaceable(model: str) -> Replaceable:
 
 
 def put(what: Replaceable) -> None:
-    """Set attributes of classes to copies of these values."""
+    """Set attributes of classes.
+
+    Args:
+        what: copies of the values to set, by (class, name of the attribute).
+    """
     for (owner, name), value in what.items():
         setattr(owner, name, copy.copy(value))  # a copy, because a table may be changed later
 

@@ -95,7 +95,8 @@ def places(sizes: Sizes, axes: int) -> Tensor:
 
 
 def in_frames(sizes: Sizes, x: Tensor) -> Tensor:
-    """Return image tokens [B, tokens, C channels] as [B, C, frames, side, side]."""
+    """Return image tokens [B, tokens, C channels] as a video [B, C, frames, side, side], of the frames and side in
+    `sizes`."""
     return x.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
 
 

@@ -188,7 +188,8 @@ def measure_shape(
     memory = None if device.type == "cpu" else torch.get_device_module(device)
 
     def whole(name: str, engine: Engine) -> None:
-        """Make one run of a variant, and store its most memory in `most`."""
+        """Run all steps of a variant's model once, and store in `most` the most memory that the device held
+        meanwhile."""
         if memory is not None:
             memory.reset_peak_memory_stats(device)
         with engine:

@@ -316,10 +316,14 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
 
 
 def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
-    """Run every job in a process of its own. Return 0, or the exit code of the first failure.
+    """Run each job in a process of its own, forked from this one. Return 0, or the exit code of the first failure.
 
     A job returns its exit code or does not return at all. After a failure the others have GRACE_S to end, then they are
-    killed. On one of STOPS they receive SIGTERM first. Signals that this process ignores, as under nohup, stay ignored.
+    killed. If the user stops this process, as with Ctrl-C, they receive SIGTERM first. Signals that this process
+    ignores, as under nohup, stay ignored.
+
+    Args:
+        jobs: the functions to run, one for each rank.
     """
     sys.stdout.flush()
     sys.stderr.flush()

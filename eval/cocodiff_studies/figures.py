@@ -94,13 +94,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper whose figures are made again: a file of configs/papers."""
+    """A paper whose figures are made again: a file of configs/papers.
+
+    A row of its table has in `paper` the paper's value. Rows that are repeated have it in `said`, by their `what`.
+    """
 
     title: str  # the paper's title, the heading of its part of the page
     source: str  # where the paper was published
     setting: str  # the paper's machine and models, and what replaces them here
     runs: Mapping[str, Any]  # by name, the arguments of a `Run`
-    rows: Sequence[Mapping[str, Any]]  # `paper`: the paper's value; `said`: the same for repeated rows, by their `what`
+    rows: Sequence[Mapping[str, Any]]  # rows of the table: a figure, the paper's value, and the place of ours
     curves: Sequence[Mapping[str, Any]] = ()  # pictures: title, labels of axes, lines of points
     notes: str = ""  # text in Markdown that ends the paper's part of the page
 
@@ -269,7 +272,7 @@ def numbers_of(results: Mapping[str, Any], of: Mapping[str, Any]) -> list[float]
 
 
 def at(document: Any, path: str) -> Any:
-    """Return the value at a dotted path of a document; None if it is absent."""
+    """Return the value at a dotted path, such as "a.b", in nested mappings; None if it is absent."""
     if isinstance(document, dict) and path in document:
         return document[path]
     first, _, rest = path.partition(".")

@@ -171,7 +171,7 @@ def texture(view: View, generator: np.random.Generator, width: float) -> Array:
 
 
 def porous(view: View, generator: np.random.Generator) -> Array:
-    """Return a sintered or sedimentary specimen without the scanner's artefacts, [SIZE, SIZE].
+    """Return a random sintered or sedimentary specimen without the scanner's artefacts, [SIZE, SIZE].
 
     It has two or three phases with curved borders at one or two scales. Half of such specimens are surrounded by
     background.
@@ -193,10 +193,10 @@ def porous(view: View, generator: np.random.Generator) -> Array:
 
 
 def organ(view: View, generator: np.random.Generator) -> Array:
-    """Return soft tissue, [SIZE, SIZE]: a mirrored, layered organ in a capsule, without the scanner's artefacts.
+    """Return a random specimen of soft tissue, [SIZE, SIZE]: a mirrored, layered organ in a capsule.
 
-    All organs share one anatomy (`LAMINAE`, `PAIRS`): sizes, places and greys vary around it. So a model that knows the
-    anatomy can guess the inside of a hole from its surroundings.
+    The scanner's artefacts are not yet in it. All organs share one anatomy (`LAMINAE`, `PAIRS`): sizes, places and
+    greys vary around it. So a model that knows the anatomy can guess the inside of a hole from its surroundings.
     """
     tilt = generator.normal(0, 0.15)
     middle = generator.normal(0, 0.05, 2)
@@ -232,7 +232,7 @@ def organ(view: View, generator: np.random.Generator) -> Array:
 
 
 def mineral(view: View, generator: np.random.Generator) -> Array:
-    """Return a tooth or bone, [SIZE, SIZE], on an empty background, without the scanner's artefacts.
+    """Return a random tooth or bone, [SIZE, SIZE], on an empty background, without the scanner's artefacts.
 
     It has nested smooth shells with sharp rims, cavities, cracks, and sometimes trabeculae.
     """

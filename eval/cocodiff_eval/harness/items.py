@@ -85,7 +85,7 @@ class ItemSamples:
     """The samples of one item in one mode, such as a preset, as their mean, spread and cost."""
 
     moments: Moments  # mean and spread of the normalised images, without calibration samples
-    cost: Cost  # of all samples together, calibration samples included
+    cost: Cost  # cost of all samples together, calibration samples included
     psnr_db: tuple[float | None, ...] = ()  # PSNR of each sample in dB, None without a truth; empty if not computed
     kept: tuple[np.ndarray, ...] = ()  # each sample in the input's dtype; empty unless samples are written as files
     tested: Moments | None = None  # mean and spread of the calibration samples; None if there are none
@@ -151,8 +151,12 @@ def unpacked(store: Store, numbers: Sequence[int], index: int) -> dict[str, Item
 
 
 def _moments(saved: np.ndarray, count: int) -> Moments:
-    """Return mean and spread of `count` images from the array that `packed` saved: the image, or mean and sum of
-    squares."""
+    """Return mean and spread of `count` images from an array that `packed` saved.
+
+    Args:
+        saved: the image itself if it is only one; else mean and sum of squared deviations, [2, Y, X].
+        count: number of images.
+    """
     return Moments.of(saved) if count == 1 else Moments(count, *saved)
 
 

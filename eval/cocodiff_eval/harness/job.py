@@ -114,7 +114,7 @@ class ItemResult:
     """The results of one item of a job, such as a slice, as the store keeps them."""
 
     rows: list[dict[str, Any]]  # rows of metrics.json, one for each preset
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # by names that the job chooses
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays, as of voxels, by names of the job's
 
 
 class JobResult(NamedTuple):
@@ -176,10 +176,14 @@ class Job(ABC):
 
     @abstractmethod
     def make(self, settings: Sequence[str], batch: Batch) -> Mapping[str, Sequence[ItemSamples]]:
-        """Make a batch with each of some settings, on all ranks of a replica.
+        """Make a batch with each of some settings of the engine, on all ranks of a replica.
 
         Return for each setting the samples of the batch's items, in order. On ranks that do not lead the replica the
         lists are empty.
+
+        Args:
+            settings: names of settings: presets, candidates of a bound on quality, or the exact run.
+            batch: the batch.
         """
 
     @abstractmethod

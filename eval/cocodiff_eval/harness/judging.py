@@ -135,7 +135,7 @@ def jumps(
 
 @dataclass(frozen=True)
 class SliceReview:
-    """One slice of a task, with all that is needed to restore it and to judge the result.
+    """One slice of a task (a stack under a mask), with all that is needed to restore it and to judge the result.
 
     `hidden_YX` is True for known voxels that calibration samples hide too, so that errors are known there. It is all
     False if none can be hidden, and None if the slice is to have no intervals of its own.

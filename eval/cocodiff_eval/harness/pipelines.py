@@ -262,6 +262,9 @@ def transformer_config(name: str) -> Path:
     """Return the path of the config.json of a model's transformer, which may be missing in a folder.
 
     Raise UserError as `model_file` does.
+
+    Args:
+        name: the model's name: "embedded", a folder, or an id of the hub.
     """
     own = own_weights(name)
     return own / "config.json" if own is not None else model_file(name, "transformer/config.json")

@@ -178,7 +178,7 @@ class SliceJob(Job):
             restorer.inpainter.on_step = advance
 
     def steps(self, batch: Batch) -> int:
-        """Return the denoising steps of all tiles of a batch in one mode, for the progress bar; 0 if it is only
+        """Return the denoising steps of all tiles of a batch with one preset, for the progress bar; 0 if it is only
         fused."""
         if batch.task in self.volumes.of:
             return 0

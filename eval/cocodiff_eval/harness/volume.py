@@ -239,7 +239,8 @@ class HiddenRegionReport:
 
 
 def along(axis: str) -> str:
-    """Return the name, among the PSNR of methods, of the model when it restores slices along one axis alone."""
+    """Return the name under which the PSNR of the model along one axis alone is listed, such as "cocodiff along z
+    alone"."""
     return f"{OWN} along {axis} alone"
 
 
@@ -465,7 +466,8 @@ class Evidence:
     def without_model(self) -> tuple[dict[str, float], np.ndarray]:
         """Return the weights of the methods without a model in their mean, by name, and the errors of that mean, [P].
 
-        Methods of weight 0 are left out. For each block the errors are those with weights learnt from other blocks.
+        Methods of weight 0 are left out. For each block of voxels the errors are those with weights learnt from other
+        blocks.
         """
         errors_AP = np.stack([*self.others.values()])
         weights_A, each_AP = mean_or_member(errors_AP, self.block_P)
@@ -475,9 +477,9 @@ class Evidence:
     def with_model(self, simple_P: np.ndarray, of_model_P: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the weight of the model in its mean with the other methods, 0 to 1, and the errors of that mean, [P].
 
-        For each block the errors are those with weights learnt from other blocks. They are NaN where the model restored
-        nothing, unless its weight is 0. If the model is far behind, or the mean gains too little to be clear, a member
-        that is not near the best one gets the weight 0.
+        For each block of voxels the errors are those with weights learnt from other blocks. They are NaN where the
+        model restored nothing, unless its weight is 0. If the model is far behind, or the mean gains too little to be
+        clear, a member that is not near the best one gets the weight 0.
 
         Args:
             simple_P: errors of the mean of methods without a model.
@@ -535,8 +537,9 @@ class Evidence:
     def of_model(self, volume: Volume, samples: int) -> tuple[dict[str, float], np.ndarray]:
         """Return the weight of each axis in the model's mean, and the errors of that mean, [P].
 
-        For each block the errors are those with weights learnt from other blocks. They are NaN where the model restored
-        nothing. The weights are empty if it restored nothing at all, or too little along an axis that the user names.
+        For each block of voxels the errors are those with weights learnt from other blocks. They are NaN where the
+        model restored nothing. The weights are empty if it restored nothing at all, or too little along an axis that
+        the user names.
 
         Axes that the user names have equal weights. Else weights are learnt. If they cannot be used, the axes of the
         best set have equal weights. That is so if no voxel is restored along all axes, or if the axes with a weight

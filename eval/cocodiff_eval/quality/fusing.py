@@ -49,10 +49,10 @@ def fuse(
 
 
 def spread_about(mean_P: np.ndarray, values_SP: np.ndarray, shares_SP: np.ndarray) -> np.ndarray:
-    """Return the weighted standard deviation of samples about a given mean, float64 [P].
+    """Return the weighted standard deviation of samples about a given value, float64 [P].
 
     Args:
-        mean_P: the mean, of P voxels; any other value may stand for it.
+        mean_P: that value at each of P voxels, such as the samples' mean.
         values_SP: S samples of P voxels.
         shares_SP: the samples' weights, which sum to 1 for each voxel.
     """
@@ -161,7 +161,7 @@ class Intervals:
     """The intervals around restored voxels that hold their true value with a given probability, of 50 % and of 90 %.
 
     They reach from mean - r to mean + r, where r = factor (spread + floor) in the units of the errors. The spread is
-    the samples' standard deviation.
+    the samples' standard deviation, the floor a part that does not depend on it. Each probability has its factor.
     """
 
     floor: float | np.ndarray  # of voxels that touch known ones; after `at`, of each voxel
@@ -313,7 +313,7 @@ class Moments:
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> Moments:
-        """Return the moments of no image, all 0. Merging with them changes nothing.
+        """Return the moments (mean and spread) of no image, all 0. Merging with them changes nothing.
 
         Args:
             shape: [Y, X] of images.
@@ -322,11 +322,17 @@ class Moments:
 
     @classmethod
     def of(cls, image_YX: np.ndarray) -> Moments:
-        """Return the moments of one image, of any real dtype."""
+        """Return the moments (mean and spread) of one image, of any real dtype."""
         return cls(1, image_YX.astype(np.float64), np.zeros(image_YX.shape))
 
     def merged(self, other: Moments) -> Moments:
-        """Return the moments of both sets of images. The order changes the last bits, so callers keep to one order."""
+        """Return the moments (mean and spread) of both sets of images together.
+
+        The order changes the last bits, so callers keep to one order.
+
+        Args:
+            other: the moments of the other set.
+        """
         count = self.count + other.count
         apart_YX = other.mean_YX - self.mean_YX
         squares_YX = self.squares_YX + other.squares_YX + np.square(apart_YX) * (self.count * other.count / count)
