@@ -60,16 +60,21 @@ OPTIONS = common.with_common_options(
 
 @dataclass(frozen=True)
 class Blocks:
-    """The data of one exchange on one rank."""
+    """The data of one exchange on one rank: what it sends, and where it receives."""
 
-    layout: Layout
-    x_BLHD: Tensor  # this rank's tensor, with one head for every rank
-    packed: Tensor  # the same numbers packed, [ranks, L, D]: one block for each peer
-    received: Tensor  # buffer for the received blocks, by sender
+    layout: Layout  # the rows and heads of every rank, for the engine's exchanges
+    x_BLHD: Tensor  # what this rank sends: one head for every rank
+    packed: Tensor  # the same numbers, [ranks, L, D]: one block for each peer
+    received: Tensor  # where variants that are not the engine's receive, [ranks, L, D] by sender
 
 
 def wanted(values: Values) -> list[str]:
-    """Return the variants to measure. Raise UserError for unknown ones and those that this launch does not allow."""
+    """Return the names of the variants to measure. Raise UserError for unknown ones and those that this launch does not
+    allow.
+
+    Args:
+        values: the command's options.
+    """
     if values["tune"]:
         return list(TUNED)
     remedies = {}  # by variant that this launch does not allow
@@ -88,7 +93,12 @@ def wanted(values: Values) -> list[str]:
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that these ranks cannot measure."""
+    """Raise UserError for options that these ranks cannot measure.
+
+    Args:
+        values: the command's options.
+        ranks: number of ranks of the launch; None if unknown, and then not checked.
+    """
     check_counts(values, "repeats", "ranks")
     for size in values["sizes_mb"]:
         if not 0 < size < float("inf"):
@@ -104,17 +114,33 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def config_of(name: str, values: Values) -> Config:
-    """Return the engine's settings for one of our variants."""
+    """Return the engine's settings for one of the engine's own exchanges.
+
+    Args:
+        name: "flat", "tapa", "split" or "auto".
+        values: the command's options.
+    """
     return common.engine_config(values, exchange=name, exchange_table=values["exchange_table"])
 
 
 def check_table(values: Values, topology: Topology) -> None:
-    """Raise UserError if `auto` has no table for the machine."""
+    """Raise UserError if there is no table for this machine by which the exchange `auto` chooses among the others.
+
+    Args:
+        values: the command's options, which may name a table's file.
+        topology: the places of ranks, with the machine.
+    """
     exchange_table(config_of("auto", values), topology)
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measure all variants at all sizes, as one rank's part; rank 0 prints and writes the results."""
+    """Measure all variants at all sizes, as one rank's part; rank 0 prints and writes the results.
+
+    Args:
+        values: the command's options.
+        output: folder of the results.
+        transport: this rank's connection to the other ranks.
+    """
     topology = topology_of(values["machine"], transport.size)
     names = wanted(values)
     if "auto" in names and not values["variants"]:
@@ -155,7 +181,12 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def random_blocks(size_mb: float, transport: Any) -> Blocks:
-    """Return random blocks of about size_mb / ranks each, in whole rows of 512 bytes, at least one row."""
+    """Return this rank's random blocks of about size_mb / ranks each, in whole rows of 512 bytes, at least one row.
+
+    Args:
+        size_mb: MB (1e6 bytes) of a rank's whole tensor.
+        transport: this rank's connection to the other ranks.
+    """
     ranks = transport.size
     L = max(1, round(size_mb * 1e6 / ranks / ROW_BYTES))
     layout = Layout((), (1,) * ranks).of_rows((L,) * ranks)
@@ -170,7 +201,16 @@ Variant = Callable[[Blocks], Tensor]  # runs the exchange and returns what arriv
 
 
 def exchange_variant(config: Config, topology: Topology, transport: Any, trace: Trace) -> Variant:
-    """Return a variant with the engine's exchange among all ranks."""
+    """Return a function that runs one of the engine's own exchanges among all ranks.
+
+    That function takes this rank's `Blocks` and returns the received blocks by sender, [ranks, L, D].
+
+    Args:
+        config: the engine's settings, with the exchange.
+        topology: the places of ranks.
+        transport: this rank's connection to the other ranks.
+        trace: counts the bytes and times of the variant.
+    """
     table, kernels = exchange_table(config, topology), Kernels(config.kernels, trace.note_kernel)
     chunked, together = chunking(config, topology), TOGETHER[config.messages]
     exchange = Exchange(
@@ -185,7 +225,13 @@ def exchange_variant(config: Config, topology: Topology, transport: Any, trace: 
 
 
 def flat_serial(transport: Any) -> Variant:
-    """Return a variant that exchanges blocks with one peer at a time."""
+    """Return a function that exchanges blocks with one peer at a time.
+
+    That function takes this rank's `Blocks` and returns the received blocks by sender, [ranks, L, D].
+
+    Args:
+        transport: this rank's connection to the other ranks.
+    """
     group = SerialTransport(transport).group(range(transport.size))
 
     def run(blocks: Blocks) -> Tensor:
@@ -198,7 +244,10 @@ def flat_serial(transport: Any) -> Variant:
 
 
 def mpi_alltoall(_transport: Any) -> Variant:
-    """Return a variant with MPI's own all-to-all."""
+    """Return a function that exchanges blocks by MPI's own all-to-all, for ranks that MPI has started.
+
+    That function takes this rank's `Blocks` and returns the received blocks by sender, [ranks, L, D].
+    """
     from cocodiff.comm.mpi_start import initialised_mpi
 
     world = initialised_mpi().COMM_WORLD.Dup()
@@ -211,7 +260,7 @@ def mpi_alltoall(_transport: Any) -> Variant:
 
 
 def library_alltoall(blocks: Blocks) -> Tensor:
-    """Exchange blocks by torch.distributed's own all-to-all."""
+    """Exchange blocks among all ranks by torch.distributed's own all-to-all. Return the received blocks by sender."""
     dist.all_to_all_single(blocks.received, blocks.packed)  # without sizes, so that a library may use a faster way
     return blocks.received
 
@@ -221,7 +270,14 @@ OTHERS: Others = {"flat_serial": flat_serial, "library": lambda _: library_allto
 
 
 def check_results(blocks: Blocks, variants: Mapping[str, Callable[[], Tensor]], rank: int) -> None:
-    """Raise RuntimeError if a variant brings other numbers than every sender has generated for this rank."""
+    """Run each variant once. Raise RuntimeError if it brings other numbers than every sender has generated for this
+    rank.
+
+    Args:
+        blocks: this rank's blocks, as `random_blocks` returns them.
+        variants: the functions to check, by name. They return the received blocks by sender.
+        rank: this rank's number.
+    """
     senders = range(len(blocks.packed))
     of_sender = [torch.randn(blocks.packed.shape, generator=torch.Generator().manual_seed(s))[rank] for s in senders]
     expected = torch.stack(of_sender).to(blocks.packed.device)
@@ -236,8 +292,14 @@ def check_results(blocks: Blocks, variants: Mapping[str, Callable[[], Tensor]], 
 
 
 def bound_s(topology: Topology, block_bytes: int) -> float | None:
-    """Return the least seconds that the links allow, at the emulation's scale; None if the machine file does not
-    describe links."""
+    """Return the least seconds that an all-to-all takes on the machine's links, multiplied by the emulation's scale.
+
+    Return None if the machine file does not describe links.
+
+    Args:
+        topology: the places of ranks, and their links.
+        block_bytes: size of the block that each rank sends to each other.
+    """
     best = None if topology.machine.links == Links() else alltoall_bound(topology, block_bytes)
     return None if best is None else best * emulated().get("scale", 1.0)
 
@@ -273,16 +335,23 @@ def rows_of(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return further words to print about a row."""
+    """Return the words that are printed behind the times of a row of results.
+
+    They are the bound's time divided by the row's, and the times of TAPA's two phases.
+    """
     words = [f"{row['efficiency']:.3f} of the bound"] if row["n"] and row["efficiency"] is not None else []
     phases = [(number, row.get(f"phase{number}_s")) for number in (1, 2)]
     return words + [f"phase {number} {seconds * 1e3:.2f} ms" for number, seconds in phases if seconds is not None]
 
 
 def tuned_rows(measured: Sequence[Row]) -> list[tuple[float | None, str]]:
-    """Return (limit in MB, fastest exchange) by ascending size.
+    """Return the fastest exchange of each range of sizes, by ascending size, for the table of the exchange `auto`.
 
-    A limit is the geometric mean of two neighbouring sizes; the last row has None.
+    Each is (limit in MB, name of the exchange). A limit is the geometric mean of two neighbouring sizes; the last is
+    None.
+
+    Args:
+        measured: the rows of bench.json.
     """
     fastest: dict[float, str] = {}
     for case in dict.fromkeys(row["case"] for row in measured):
@@ -297,7 +366,13 @@ def tuned_rows(measured: Sequence[Row]) -> list[tuple[float | None, str]]:
 
 
 def write_table(topology: Topology, measured: Sequence[Row], path: Path) -> None:
-    """Write the table of the fastest exchanges as exchange.yaml."""
+    """Write exchange.yaml, the table of the fastest exchange by size, from which the exchange `auto` chooses.
+
+    Args:
+        topology: the machine and its number of nodes, under which the table is listed.
+        measured: the rows of bench.json.
+        path: the file.
+    """
     import yaml
 
     rows_ = [list(row) for row in tuned_rows(measured)]

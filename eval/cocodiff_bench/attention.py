@@ -65,16 +65,23 @@ OPTIONS = common.with_common_options(
 
 
 class Call(NamedTuple):
-    """The tensors of one rank in one attention call."""
+    """The tensors of one rank in one attention call that `bench attention` times."""
 
-    tokens: int  # number of all ranks' tokens
+    tokens: int  # number of all ranks' tokens together
     q_BLHD: Tensor  # this rank's queries; with a single query one row that is the same on all ranks
-    k_BLHD: Tensor
-    v_BLHD: Tensor
+    k_BLHD: Tensor  # this rank's keys
+    v_BLHD: Tensor  # this rank's values
 
     @classmethod
     def random(cls, tokens: int, values: Values, rank: int, topology: Topology) -> Call:
-        """Return random tensors for this rank."""
+        """Return random tensors for this rank.
+
+        Args:
+            tokens: number of all ranks' tokens together.
+            values: the command's options, with heads and dtype.
+            rank: this rank's number.
+            topology: the places of ranks, which divides tokens among them.
+        """
         own = Segment("tokens", tokens).shares(topology)[rank]
 
         def numbers(seed: int, rows: int) -> Tensor:
@@ -86,13 +93,20 @@ class Call(NamedTuple):
 
     @property
     def about(self) -> str:
-        """The case in words."""
+        """The sizes of the call in words, as the title of its results."""
         _, L, H, D = self.q_BLHD.shape
         return f"{self.tokens} tokens, {H} head{'s'[: H > 1]} of {D}" + (", one query" if L == 1 else "")
 
 
 def ways_of(values: Values, ranks: int) -> list[str]:
-    """Return the ways to measure. Raise UserError for ways of several ranks on one rank, and the reverse."""
+    """Return the names of the ways to compute attention that are measured, those of `--ways` or all possible ones.
+
+    Raise UserError for ways of several ranks on one rank, and the reverse.
+
+    Args:
+        values: the command's options.
+        ranks: number of ranks.
+    """
     possible = list(ALONE) if ranks == 1 else ["merged"] if values["one_query"] else [*SHARED][:-1]
     chosen: list[str] = values["ways"] or possible
     for name in chosen:
@@ -103,7 +117,12 @@ def ways_of(values: Values, ranks: int) -> list[str]:
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that these ranks cannot measure."""
+    """Raise UserError for options that these ranks cannot measure.
+
+    Args:
+        values: the command's options.
+        ranks: number of ranks of the launch; None if unknown, and then not checked.
+    """
     check_counts(values, "heads", "head_dim", "repeats", "ranks")
     for name in ("tokens", "block", "threads"):
         for number in values[name]:
@@ -118,7 +137,13 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measure all ways at all numbers of tokens, as one rank's part; rank 0 prints and writes the results."""
+    """Measure all ways at all numbers of tokens, as one rank's part; rank 0 prints and writes the results.
+
+    Args:
+        values: the command's options.
+        output: folder of the results.
+        transport: this rank's connection to the other ranks.
+    """
     alone, measured = transport.size == 1, list[Row]()
     ways, topology = ways_of(values, transport.size), topology_of(values["machine"], transport.size)
     for tokens in values["tokens"]:
@@ -165,7 +190,7 @@ def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, 
 
 
 def with_threads(threads: int, run: Callable[[], Any]) -> Any:
-    """Run with a number of threads and restore the number before.
+    """Call `run` with a number of torch's threads, and restore the number before. Return its result.
 
     Ranks that are forked later must find no more than one thread running.
     """
@@ -178,7 +203,7 @@ def with_threads(threads: int, run: Callable[[], Any]) -> Any:
 
 
 def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
-    """Attend with the matrix of all scores, its softmax in place, and the product with the values."""
+    """Return the output of attention, computed with the whole matrix of scores in memory."""
     q_BHLD, k_BHSD, v_BHSD = (x.transpose(1, 2) for x in (q_BLHD, k_BSHD, v_BSHD))
     scores_BHLS = q_BHLD @ k_BHSD.transpose(2, 3)
     scores_BHLS *= q_BHLD.shape[-1] ** -0.5
@@ -188,18 +213,19 @@ def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
 
 
 def in_blocks(size: int, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
-    """Attend to `size` keys at a time, and merge the parts as rings do."""
+    """Return the output of attention, computed for `size` keys at a time, with the partial results merged as rings
+    do."""
     pairs = zip(k_BSHD.split(size, 1), v_BSHD.split(size, 1), strict=True)
     parts = (partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
     return all_merged(Kernels(), parts).out_BLHD.to(q_BLHD.dtype)
 
 
 def peak_of(run: Callable[[], Any]) -> int | None:
-    """Return the most bytes by which a call makes this process grow; None if the system does not report it (Linux
+    """Return the most bytes by which a call makes this process grow; None where the system does not report it (Linux
     does)."""
 
     def resident(name: str) -> int:
-        """Return an entry of the process's status in bytes."""
+        """Return the entry of this process's status whose name starts with `name`, in bytes."""
         lines = (STATUS / "status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -218,7 +244,17 @@ def peak_of(run: Callable[[], Any]) -> int | None:
 def shared_variants(
     call: Call, values: Values, topology: Topology, transport: Any, traces: Mapping[str, Trace]
 ) -> dict[str, Callable[[], Any]]:
-    """Return a variant for each trace. All ranks build the same ones in the same order, because that makes groups."""
+    """Return, by way, a function that makes the attention call on all ranks together.
+
+    All ranks build the same ones in the same order, because building makes groups of ranks.
+
+    Args:
+        call: this rank's tensors.
+        values: the command's options.
+        topology: the places of ranks.
+        transport: this rank's connection to the other ranks.
+        traces: counters of the bytes sent, by way. There is a variant for each.
+    """
     found = {}
     for way, trace in traces.items():
         make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))
@@ -227,7 +263,16 @@ def shared_variants(
 
 
 def strategy_of(way: str, call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
-    """Return a call of attention as the engine has it in a model."""
+    """Return a function that makes the attention call by the engine's strategy, as in a model.
+
+    Args:
+        way: name of an exchange or a ring, in SHARED.
+        call: this rank's tensors.
+        values: the command's options.
+        topology: the places of ranks.
+        transport: this rank's connection to the other ranks.
+        trace: counts the bytes that are sent.
+    """
     _, _, H, D = call.q_BLHD.shape
     segments = (Segment("tokens", call.tokens),)
     own = SHARED[way] | ({"ring": transport.size} if "ring_kind" in SHARED[way] else {})
@@ -240,7 +285,12 @@ def strategy_of(way: str, call: Call, values: Values, topology: Topology, transp
 
 
 def local_of(values: Values, topology: Topology) -> Any:
-    """Return the attention on one rank: computed by this host, or replaced by waits."""
+    """Return the object that computes attention on one rank: on this host, or with `--waits` replaced by waits.
+
+    Args:
+        values: the command's options.
+        topology: the places of ranks, with the machine whose device is waited for.
+    """
     if not values["waits"]:
         return LocalAttention()
     clock = Clock(topology.machine.device)
@@ -249,8 +299,18 @@ def local_of(values: Values, topology: Topology) -> Any:
 
 
 def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _trace: Trace) -> Callable[[], Tensor]:
-    """Return a call of torch's ring attention with the kernel that ours uses. The bytes that it sends are not
-    counted."""
+    """Return a function that makes the attention call by torch's own ring attention, with the kernel that our rings
+    use.
+
+    The bytes that it sends are not counted.
+
+    Args:
+        call: this rank's tensors.
+        values: the command's options.
+        topology: the places of ranks.
+        transport: this rank's connection to the other ranks.
+        _trace: not used.
+    """
     import torch.distributed as dist
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
@@ -271,10 +331,18 @@ def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _
 
 
 def merging(call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Callable[[], Tensor]:
-    """Return a call in which a single query attends to each rank's keys, and all ranks merge the parts in rank order.
+    """Return a function in which a single query attends to each rank's keys, and all ranks merge the parts in rank
+    order.
 
-    Each rank sends its part to all others in one message each. The result is that of the paper's three all-reduces of
-    maximum, sum and output.
+    Each rank sends its partial result to all others in one message each. The merged result is that of the paper's three
+    all-reduces of maximum, sum and output.
+
+    Args:
+        call: this rank's tensors.
+        values: the command's options.
+        topology: the places of ranks.
+        transport: this rank's connection to the other ranks.
+        trace: counts the bytes that are sent.
     """
     local, group = local_of(values, topology), transport.group(range(transport.size))
     D = call.q_BLHD.shape[-1]
@@ -299,10 +367,11 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
 def rows_of(
     call: Call, seconds: dict[str, list[float]], sent: Any, results: dict[str, Any], peaks: dict[str, int | None]
 ) -> list[Row]:
-    """Return the rows of one call, and print them.
+    """Return the rows of bench.json of one attention call, and print them.
 
     Args:
-        seconds: measurements by way.
+        call: the tensors, for their sizes.
+        seconds: seconds of each measurement, by way.
         sent: bytes by way and class of link.
         results: output of each way, which is compared with the first one's; empty if arithmetic was replaced by waits.
         peaks: results of `peak_of` by way.
@@ -321,7 +390,10 @@ def rows_of(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return further words to print about a row."""
+    """Return the words that are printed behind the times of a row of results.
+
+    They are GB/s of memory, the MB by which the process grew, and the MB sent, as far as the row has them.
+    """
     words = [f"{row['gb_s']:.2f} GB/s"] if "gb_s" in row else []
     if row.get("peak_bytes") is not None:
         words.append(f"{row['peak_bytes'] / 1e6:.0f} MB more")

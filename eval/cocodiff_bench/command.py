@@ -36,10 +36,13 @@ KINDS = {
 
 
 def module_of(words: Sequence[str]) -> str:
-    """Return the name of a benchmark's module.
+    """Return the name of the module, in cocodiff_bench, that runs a benchmark.
 
     `bench step` has two: for a pipeline, and for the shape of a model only, if `--model` is a name in configs/models or
     a file like those.
+
+    Args:
+        words: the command line after `cocodiff bench`. The first word is the kind of benchmark.
     """
     given = [b for a, b in pairwise(words) if a == "--model"]
     given += [word.partition("=")[2] for word in words if word.startswith("--model=")]
@@ -48,7 +51,13 @@ def module_of(words: Sequence[str]) -> str:
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run `cocodiff bench` with the words after it. Return the exit code."""
+    """Run `cocodiff bench`, with all its ranks. Return the exit code of the command.
+
+    Args:
+        words: the command line after `cocodiff bench`: the kind of benchmark and its options. Without a kind, print the
+            kinds.
+        launch: how this process was started.
+    """
     if not words or words[0] in ("-h", "--help"):
         kinds = [f"  {kind:<10} {about}" for kind, about in KINDS.items()]
         say("\n".join(["usage: cocodiff bench KIND [--help] [options]", "", *kinds]))
@@ -72,15 +81,25 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def import_engine(_values: Values) -> None:
-    """Import the engine."""
+    """Import the engine, for benchmarks that do not say what their ranks import before they are forked.
+
+    Args:
+        _values: the command's options, not used.
+    """
     import_module("cocodiff.engine.engine")
 
 
 def run(benchmark: Any, values: Values, output: OutputFolder, transport: Any) -> None:
-    """Run one rank's part. Return when rank 0 has written the results.
+    """Run one rank's part of a benchmark. Return when rank 0 has written the results.
 
     If these ranks cannot measure it, for example because it does not fit a tile, rank 0 writes the reason to a file: a
     launcher may change the exit code.
+
+    Args:
+        benchmark: the benchmark's module.
+        values: the command's options.
+        output: folder of the results.
+        transport: this rank's connection to the other ranks.
     """
     try:
         benchmark.measure(values, output, transport)

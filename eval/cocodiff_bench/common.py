@@ -46,19 +46,31 @@ OF_PRESETS = ("exchange", "exchange_table", "order", "chunks", "vae")
 
 
 def with_common_options(*own: Option) -> tuple[Option, ...]:
-    """Return a benchmark's options and those of all runs, except where the benchmark has its own of that name."""
+    """Return a benchmark's options and those that all benchmarks have, such as `--repeats`.
+
+    Args:
+        own: the benchmark's own options. They replace common ones of the same name.
+    """
     return beside(own, (*OUTPUT_OPTIONS, *RUN_OPTIONS))
 
 
 def of_benchmarks(setting: Option) -> bool:
-    """Return True if benchmarks have a flag for a setting of the engine, unless they have an option of that name."""
+    """Return True if benchmarks have a flag for this setting of the engine.
+
+    It is a test for `with_settings`, which leaves out settings that a benchmark has an option of its own for.
+    """
     return setting.given == "machine" or setting.name in OF_PRESETS
 
 
 def engine_config(values: Values, preset: str | None = None, **own: Any) -> Config:
-    """Return the settings of a variant: its own, over those of a preset if it has one, over those of the machine.
+    """Return the engine's settings for one variant of a benchmark.
 
-    Raise UserError for values that do not fit.
+    Raise UserError for values that do not fit together.
+
+    Args:
+        values: the command's options. Those that describe the machine become settings.
+        preset: name of a preset whose settings precede those of the machine.
+        own: settings of the variant alone, which precede all others.
     """
     record = engine_record()
     of_machine = [name for name, one in settings_of(record).items() if one.given == "machine"]
@@ -67,7 +79,11 @@ def engine_config(values: Values, preset: str | None = None, **own: Any) -> Conf
 
 
 def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:
-    """Return all variants without compiling, and those that are to be compiled also as "NAME compiled"."""
+    """Return the settings of all variants without compiling, and of those that ask for it also as "NAME compiled".
+
+    Args:
+        configs: settings by name of variant.
+    """
     plain = {name: config.with_(compile=False) for name, config in configs.items()}
     return plain | {f"{name} compiled": config for name, config in configs.items() if config.compile}
 
@@ -76,7 +92,11 @@ def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:
 
 
 def meet(transport: Any) -> None:
-    """Block until all ranks have called this."""
+    """Block until all ranks have called this.
+
+    Args:
+        transport: this rank's connection to the other ranks.
+    """
     transport.values_of_all(None)
 
 
@@ -91,23 +111,27 @@ def measure_in_turns(
     begin: Mapping[str, Callable[[], Any]] | None = None,
     traces: Iterable[Trace] = (),
 ) -> dict[str, list[float]]:
-    """Return the seconds per unit of each variant, by this rank's clock.
+    """Measure all variants of a benchmark. Return, by variant, the seconds of each round by this rank's clock.
 
-    There is one round to warm up, then `--repeats` rounds. Every round runs all variants, each round in another order
-    (the same on all ranks). So drift of the machine and after-effects of a variant affect all variants equally.
+    Seconds are those of one unit, such as a step. There is one round to warm up, then `--repeats` rounds. Every round
+    runs all variants, each round in another order (the same on all ranks). So drift of the machine and after-effects of
+    a variant affect all variants equally.
 
     Args:
-        title: of rank 0's progress bar.
+        title: title of rank 0's progress bar.
         variants: the functions to time, by name.
+        values: the command's options, of which `repeats` and `quiet` are used.
+        transport: this rank's connection to the other ranks.
         units: number of units in one call of a variant.
-        barrier: brings the ranks together before each call, instead of `meet`.
-        begin: by variant, a function to call before that.
-        traces: are cleared after the warm-up, so that they hold the measured rounds.
+        barrier: function called before each call of a variant, which returns when all ranks have called it. Default:
+            `meet`.
+        begin: by variant, a function to call before `barrier`; it is not timed.
+        traces: traces to clear after the warm-up, so that they hold only the measured rounds.
     """
     import torch
 
     def one_round(seed: int) -> dict[str, float]:
-        """Time every variant once, in an order that follows from `seed`."""
+        """Time every variant once, in an order that follows from `seed`. Return the seconds of one unit, by variant."""
         found = {}
         for name in random.Random(seed).sample(list(variants), len(variants)):
             if begin and name in begin:
@@ -136,14 +160,18 @@ def measure_slowest(
     traces: Mapping[str, Trace],
     barrier: Callable[[], Any] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, int]]]:
-    """Return the seconds of each variant by the clock of the slowest rank, and the bytes that all ranks sent in a mean
-    call.
+    """Measure all variants of a benchmark in turn, on all ranks. Return two mappings by variant: seconds and bytes.
 
-    Bytes are by variant and class of link. All ranks call this; only rank 0's results are complete. See
-    `measure_in_turns`.
+    Seconds are a list, one for each round, by the clock of the slowest rank. Bytes are those that all ranks sent in a
+    mean call, by class of link. All ranks call this; only rank 0's results are complete.
 
     Args:
-        traces: by variant.
+        title: title of rank 0's progress bar.
+        variants: the functions to time, by name.
+        values: the command's options, of which `repeats` and `quiet` are used.
+        transport: this rank's connection to the other ranks.
+        traces: the traces that count bytes, by variant. Variants without a trace have no bytes.
+        barrier: function called before each call of a variant, which returns when all ranks have called it.
     """
     seconds = measure_in_turns(title, variants, values, transport, barrier=barrier, traces=traces.values())
     slowest = of_slowest_rank(seconds, transport)
@@ -154,7 +182,12 @@ def measure_slowest(
 
 
 def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[str, list[float]]:
-    """Return each measurement as the longest of any rank. All ranks call this; only rank 0's result is complete."""
+    """Return each measurement's longest seconds on any rank. All ranks call this; only rank 0's result is complete.
+
+    Args:
+        seconds: this rank's measurements by variant, in the same order on all ranks.
+        transport: this rank's connection to the other ranks.
+    """
     of_ranks = transport.gather_object(seconds) or [seconds]
     return {name: [max(turn) for turn in zip(*(one[name] for one in of_ranks), strict=True)] for name in seconds}
 
@@ -168,17 +201,17 @@ def rows(
     sent: Mapping[str, Mapping[str, int]],
     references: Mapping[str, Mapping[str, str]],
 ) -> list[Row]:
-    """Return the rows of bench.json.
+    """Return the rows of bench.json, one for each variant: median and spread of its seconds, bytes, and ratios.
 
     Args:
-        case: what was measured.
-        seconds: measurements by variant.
+        case: what was measured, for example the model and the number of ranks.
+        seconds: seconds of each round, by variant.
         sent: bytes by variant and class of link.
-        references: for each variant, the variants that it is compared with, by the X of ratio_vs_X.
+        references: by variant, the variants that it is compared with. Key X gives the column ratio_vs_X.
     """
 
     def ratio(name: str, to: str) -> float | None:
-        """Return the median over turns of `name`'s seconds divided by `to`'s; None if `to` was not measured."""
+        """Return the median over rounds of `name`'s seconds divided by `to`'s; None if `to` was not measured."""
         if to not in seconds:
             return None
         return statistics.median(a / b for a, b in zip(seconds[name], seconds[to], strict=True))
@@ -193,18 +226,24 @@ def rows(
 
 
 def compared_with(names: Sequence[str] | Mapping[str, Any], *others: str) -> dict[str, dict[str, str]]:
-    """Return `references` for `rows` in which all variants are compared with the same ones."""
+    """Return the argument `references` of `rows` that compares all variants with the same ones.
+
+    Args:
+        names: the variants of the benchmark.
+        others: the variants to compare each of them with.
+    """
     return {name: {other.replace(" ", "_"): other for other in others} for name in names}
 
 
 def say_rows(
     measured: Sequence[Row], unit: str = "", more: Callable[[Row], Sequence[str]] = lambda row: (), title: str = ""
 ) -> None:
-    """Print one case: a line for each row.
+    """Print one case: a line for each row, with its median, spread and ratios.
 
     Args:
-        unit: word behind the milliseconds.
-        more: returns further words about a row, which follow its ratios.
+        measured: the rows, as `rows` returns them.
+        unit: word behind the milliseconds, such as "a step".
+        more: takes a row and returns further words about it, which follow its ratios.
         title: first line; by default the case.
     """
     say(title or measured[0]["case"])
@@ -220,7 +259,7 @@ def say_rows(
 
 
 def _ms(seconds: float) -> str:
-    """Format seconds as milliseconds."""
+    """Format seconds as milliseconds, without the unit."""
     return f"{seconds * 1e3:.{2 if seconds >= 0.01 else 3}f}"
 
 
@@ -230,10 +269,13 @@ def publish(
     measured: Sequence[Row],
     files: Mapping[str, Callable[[Path], Any]] | None = None,
 ) -> None:
-    """Write bench.json, the settings that repeat the run, and further `files`, and print where they are.
+    """Write bench.json and the settings that repeat the run into the results' folder. Print where the files are.
 
     Args:
-        files: by name, a function that writes to the given path.
+        output: folder of the results.
+        values: the command's options.
+        measured: the rows of bench.json.
+        files: further files, by name. Each value is a function that writes the file to the path it gets.
     """
     folder = output.open()
     write_document(folder, "bench.json", {"schema": 1, "rows": measured}, values)
@@ -244,8 +286,10 @@ def publish(
 
 
 class SerialGroup:
-    """A group that serves one peer at a time. At step s a rank sends to the rank s further on and receives from the one
-    s before."""
+    """A group of ranks whose messages are exchanged with one peer at a time, as a baseline.
+
+    At step s a rank sends to the rank that is s places after it, and receives from the one s places before it.
+    """
 
     receives_ahead = False  # a call lists all its peers, so that they can take turns
 
@@ -268,9 +312,9 @@ class SerialGroup:
 
 
 class SerialTransport:
-    """A transport whose groups serve one peer at a time."""
+    """A transport whose groups exchange messages with one peer at a time, see `SerialGroup`."""
 
-    group_of: Any = SerialGroup
+    group_of: Any = SerialGroup  # class of the groups it makes
 
     def __init__(self, transport: Any) -> None:
         self._inner, self.world = transport, self.group_of(transport.world)

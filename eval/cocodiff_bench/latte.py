@@ -68,10 +68,10 @@ TOKENS: Plan = {"transformer_blocks.0": {"hidden_states": Cut(tokens=PLACES)}, "
 
 
 class UlyssesLatte(LatteAdapter):
-    """The adapter of Latte that uses the attention of other families.
+    """The adapter that lets ranks share a Latte video model by Ulysses attention, as other families do. A baseline.
 
-    Ranks have some places of all frames, which is all that temporal blocks need. They exchange places for heads where a
-    spatial block attends.
+    Each rank has some places (positions within a frame) of all frames, which is all that temporal blocks need. Ranks
+    exchange places for heads where a spatial block attends.
     """
 
     plan = TOKENS
@@ -86,7 +86,8 @@ class UlyssesLatte(LatteAdapter):
         undo.callback(Adapter.attach(self, model, host, kernels))
 
         def cut_timesteps(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            """Give a block the timesteps of this rank's places only."""
+            """Return a block's arguments, positional and named, with the timesteps of this rank's places in a frame
+            only."""
             bound = signature_of(block).bind(*args, **kwargs)  # [videos * places, C]
             of_places = bound.arguments["timestep"].unflatten(0, (-1, sum(host.sequence.shares(PLACES))))
             bound.arguments["timestep"] = host.sequence.cut(PLACES, of_places).flatten(0, 1)
@@ -98,8 +99,10 @@ class UlyssesLatte(LatteAdapter):
 
 
 class SpatialProcessor(AttentionProcessor):
-    """The attention of Latte's blocks: spatial attention exchanges tokens for heads. Attention to the text, and between
-    frames, needs no other rank."""
+    """The attention of Latte's blocks with Ulysses: spatial attention exchanges tokens for heads between ranks.
+
+    Attention to the text, and between frames, needs no other rank, and is computed as in diffusers.
+    """
 
     def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **more: Any) -> Any:
         if encoder_hidden_states is not None or self._layer.startswith("temporal"):
@@ -114,7 +117,14 @@ class SpatialProcessor(AttentionProcessor):
 
 
 def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
-    """Return an engine with a copy of the model, which ranks share in one of `WAYS`."""
+    """Return an engine with a copy of the model, which ranks share in one of several ways.
+
+    Args:
+        model: the Latte model.
+        config: the engine's settings.
+        transport: this rank's connection to the other ranks.
+        way: how ranks share the model, a name in WAYS.
+    """
     engine = Engine(twin(model), config, transport)
     if way == "ulysses":
         engine.adapter = UlyssesLatte()
@@ -125,7 +135,15 @@ def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measure every variant on its own copy of the model, and compare its output with the first one's."""
+    """Time one step of every variant, each on its own copy of the model. Rank 0 prints and writes the results.
+
+    The largest difference of a variant's output to the first variant's is printed too.
+
+    Args:
+        values: the command's options.
+        output: folder of the results.
+        transport: this rank's connection to the other ranks.
+    """
     model, call = random_latte(values)
     if values["waits"]:
         wait_in_linear_layers(model, values["waits"] * transport.size / (values["frames"] * values["side"] ** 2))
@@ -151,7 +169,11 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def random_latte(values: Values) -> tuple[Any, dict[str, Any]]:
-    """Return a model in float32 and the arguments of a call, the same on every rank."""
+    """Return a random Latte model in float32 and the arguments of a call of it. Both are the same on every rank.
+
+    Args:
+        values: the command's options, with the model's sizes.
+    """
     from diffusers import LatteTransformer3DModel
 
     torch.manual_seed(0)
@@ -167,17 +189,18 @@ def random_latte(values: Values) -> tuple[Any, dict[str, Any]]:
 
 
 def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
-    """Replace the linear layers of a model's blocks by waits.
+    """Replace the linear layers in a model's blocks, in place, by waits.
 
     Ranks on one host share its cores, so a rank computes while others' messages are in flight, with slices or without.
     On a real machine each has its own cores: there a layer takes as long as its rows need, regardless of the others.
 
     Args:
+        model: the Latte model.
         seconds_of_token: seconds of all linear layers for one token.
     """
 
     class Waiting(torch.nn.Module):
-        """A wait in place of a linear layer."""
+        """A wait in place of a linear layer. Its output is zeros."""
 
         def __init__(self, of: torch.nn.Linear, seconds_of_row: float) -> None:
             super().__init__()

@@ -56,7 +56,10 @@ FIGURE_11_S = {"flat_serial": 25.5e-3, "tapa": 0.4e-3 + 6.0e-3}
 
 
 def figure_11_share() -> float:
-    """Return the share of the rates in Aurora's file that links reach in CoCoDiff's Figure 11."""
+    """Return the share of the link rates in Aurora's machine file that would explain the times in CoCoDiff's Figure 11.
+
+    It is a default of `--link_efficiency`.
+    """
     machine = load_machine("aurora").with_value("latency_us", 0.0)
     topology = Topology.build(machine, machine.tiles_per_node or 12)
     shares = [AllToAll(topology, name, 48).seconds(machine) / found_s for name, found_s in FIGURE_11_S.items()]
@@ -97,7 +100,8 @@ LARGEST_BATCH = 32  # that of the CoCoDiff paper
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the settings of a variant. If two words set the same one, the first word counts."""
+    """Return the engine's settings for a variant by its name's words. If two words set the same one, the first word
+    counts."""
     found = {"exchange": "flat"}
     for word in reversed(name.split()):
         found |= WORDS[word]
@@ -142,7 +146,12 @@ OPTIONS = common.with_common_options(
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that these ranks cannot measure. Replace `variants` by their full names."""
+    """Raise UserError for options that these ranks cannot measure. In `values`, replace `variants` by their full names.
+
+    Args:
+        values: the command's options.
+        ranks: number of ranks of the launch; None if unknown, and then not checked.
+    """
     check_counts(values, "steps", "repeats", "ranks", "ring", *(["batch"] if values["batch"] else []))
     spelled = {name.replace(" ", "_"): name for name in ALL_VARIANTS}
     values["variants"] = [spelled.get(name.replace(" ", "_"), name) for name in values["variants"] or USUAL_VARIANTS]
@@ -173,7 +182,12 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def check_shape(values: Values, shape: ModelShape) -> None:
-    """Raise UserError for what a random transformer cannot measure."""
+    """Raise UserError for options that a random transformer on a real machine cannot measure.
+
+    Args:
+        values: the command's options.
+        shape: the model's sizes.
+    """
     check_choice(f"family of model {values['model']}", family_of_shape(values["model"]) or "none", OF_FAMILIES)
     if len(values["size"]) > 1:
         raise UserError(f"--size {' '.join(map(str, values['size']))}: one at a time where nothing is emulated")
@@ -186,6 +200,10 @@ def check_room(shape: ModelShape, transport: Any) -> None:
     """Raise UserError if the weights of a random model of the shape exceed this rank's free memory.
 
     Activations are not counted.
+
+    Args:
+        shape: the model's sizes.
+        transport: this rank's connection to the other ranks.
     """
     need = shape.parameters * (4 if transport.device.type == "cpu" else 2)
     free = free_memory(transport.device, detect().local_size or transport.size)
@@ -197,10 +215,15 @@ def check_room(shape: ModelShape, transport: Any) -> None:
 
 
 def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int, dict[str, Config]]:
-    """Return the number of images in one call, and the settings of the variants with which they fit into a tile's
-    memory.
+    """Return the number of images in one call, and the settings of the variants that fit a tile's memory with it, by
+    name.
 
-    Without the tile's memory in the machine file these are all variants. Raise UserError if none fits.
+    If the machine file does not say the tile's memory, these are all variants. Raise UserError if none fits.
+
+    Args:
+        values: the command's options. Batch 0 asks for as many images as fit.
+        shape: the model's sizes.
+        topology: the places of ranks.
     """
     configs = {name: config_of(name, values) for name in values["variants"]}
     memory = topology.machine.device.memory
@@ -218,7 +241,13 @@ def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int,
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Measure all variants at all sizes and link efficiencies, as one rank's part; rank 0 prints and writes the
-    results."""
+    results.
+
+    Args:
+        values: the command's options. Batch and variants are replaced by those that fit into memory.
+        output: folder of the results.
+        transport: this rank's connection to the other ranks.
+    """
     topology, shape = topology_of(values["machine"], transport.size), load_shape(values["model"])
     about = {"model": values["model"], "nodes": topology.nodes}
     if not emulated() or not values["batch"]:
@@ -273,10 +302,14 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def case_of(values: Values, name: str, shape: ModelShape, topology: Topology, size: int) -> Case:
-    """Return one layer of a variant as a case of the planner. Raise UserError if a ring does not divide the ranks.
+    """Return the planner's description of a run of one variant. Raise UserError if a ring does not divide the ranks.
 
     Args:
-        topology: of the ranks that share a sequence.
+        values: the command's options.
+        name: name of the variant.
+        shape: the model's sizes.
+        topology: the places of the ranks that share a sequence.
+        size: pixels of an image's edge.
     """
     kind = ALL_VARIANTS[name].get("ring_kind")
     ring = values["ring"] or topology.size if kind else 1
@@ -291,10 +324,15 @@ Built = dict[tuple[str, CallKind], StandIn]
 
 
 def stand_ins(cases: Mapping[str, Case], transports: Mapping[str, Any], clock: Clock) -> Built:
-    """Return the layers to measure, by variant and kind of calls.
+    """Return the stand-ins for a model's layers, by variant and kind of attention calls.
 
     With codecs and displacement each kind has its own, because a step in which tensors are sent as they are would reset
     their state.
+
+    Args:
+        cases: the planner's description of each variant.
+        transports: connections to the ranks that share a sequence, by variant.
+        clock: the waits that replace computation.
     """
     found: Built = {}
     for name, case in cases.items():
@@ -305,7 +343,13 @@ def stand_ins(cases: Mapping[str, Case], transports: Mapping[str, Any], clock: C
 
 
 def layer_of(case: Case, rank: int, clock: Clock) -> PlannedLayer:
-    """Return this rank's layer, with tensors of full size and waits instead of computation."""
+    """Return one layer as this rank runs it: tensors of full size, and waits instead of computation.
+
+    Args:
+        case: the planner's description of the variant.
+        rank: this rank's number among those that share a sequence.
+        clock: the waits that replace computation.
+    """
     shape, segments = case.shape, case.segments
     group, slot = case.mesh.group_and_slot(rank)
     layout = case.mesh.layouts(segments, shape.heads)[group]
@@ -317,9 +361,12 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def calls_of(built: Built) -> tuple[Calls, Calls]:
-    """Return the functions to time, and those that begin a step before each of them, both by `key_of`.
+    """Return two mappings, both by `key_of`: functions to time, and functions that begin a step before them.
 
     Variants with displaced tensors or shared weights have no second function: the first begins their steps.
+
+    Args:
+        built: the layers to measure.
     """
     variants, begins = Calls(), Calls()
     for (name, kind), one in built.items():
@@ -332,7 +379,17 @@ def calls_of(built: Built) -> tuple[Calls, Calls]:
 
 
 def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: int, transport: Any) -> Calls:
-    """Return the call in which guidance's two parts exchange the model's output, each rank with its partner."""
+    """Return, by the key OUTPUTS, the function in which each rank exchanges the model's output with its partner.
+
+    Partners are in different halves of the ranks, which compute guidance's two branches.
+
+    Args:
+        shape: the model's sizes.
+        topology: the places of all ranks.
+        size: pixels of an image's edge.
+        batch: number of images.
+        transport: this rank's connection to the other ranks.
+    """
     output = torch.zeros(batch, shape.image_tokens(size), OUTPUT_CHANNELS, dtype=torch.bfloat16)
     received = torch.zeros_like(output)
     group = transport.group(sorted(Axes.build(topology, guidance=2).partners(transport.rank)))
@@ -348,57 +405,77 @@ def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: in
 
 
 def parts_of(name: str) -> int:
-    """Return the number of parts of the ranks that compute a guidance branch each."""
+    """Return the number of parts into which a variant divides the ranks: 2 if each computes a branch of guidance, else
+    1.
+
+    Args:
+        name: name of the variant, a key of ALL_VARIANTS.
+    """
     return int(ALL_VARIANTS[name].get("guidance_parallel", 1))
 
 
 def config_of(name: str, values: Values) -> Config:
-    """Return the engine's settings for a variant."""
+    """Return the engine's settings for a variant, which is named by a key of ALL_VARIANTS."""
     return common.engine_config(values, **ALL_VARIANTS[name])
 
 
 def measured_kinds(case: Case) -> list[CallKind]:
-    """Return the kinds of calls that are measured for a case."""
+    """Return the kinds of attention calls that are measured for a variant. Others are interpolated."""
     return list(STABLE) if case.config.selection == "v_major" else sampled_kinds(case)
 
 
 def key_of(name: str, kind: CallKind) -> str:
-    """Return the key of a variant's layers in calls of one kind."""
+    """Return the key, in the measurements, of a variant's layers with attention calls of one kind.
+
+    Args:
+        name: name of the variant.
+        kind: the kind of calls.
+    """
     return f"{name}@{kind}"
 
 
 def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """Return the mean over all steps, with straight lines between measured fractions.
+    """Return the mean seconds of a layer over all steps of a run.
 
-    If the fraction 0 is not measured, it is taken as a call that sends all tokens.
+    Between measured fractions of unsent tokens it is interpolated. If the fraction 0 is not measured, it is taken as a
+    call that sends all tokens.
 
     Args:
-        of_kind: seconds by kind of calls.
-        steps: for every step, the share of each kind.
+        of_kind: measured seconds by kind of attention calls.
+        steps: for every step, the share of its calls that is of each kind.
     """
     return over_steps({CallKind(): of_kind[WHOLE], **of_kind}, steps)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one size at one link efficiency."""
+    """The measurements of `bench step` at one image size and one link efficiency."""
 
-    title: str
-    cases: Mapping[str, Case]  # a layer of every variant
-    dilation: float  # measured time divided by the real machine's
+    title: str  # the model, sizes and ranks in words
+    cases: Mapping[str, Case]  # the planner's description of every variant
+    dilation: float  # time measured here divided by the real machine's
     computing: Mapping[str, float]  # seconds of computation in a layer on rank 0, by variant
-    late: Mapping[str, Late]  # bytes of displaced calls or shared weights, by variant and kind
+    late: Mapping[str, Late]  # bytes of displaced calls or shared weights, by `key_of` variant and kind
 
     def layers(self, name: str) -> int:
-        """Return the number of layers that run one after the other in a step. With guidance in parts, a part has those
-        of its branch."""
+        """Return the number of layers that run one after the other in a step of a variant.
+
+        If parts of the ranks compute a branch of guidance each, these are the layers of one branch.
+        """
         shape = self.cases[name].shape
         branches = shape.branches if parts_of(name) == 1 else 1
         return (shape.joint_layers + shape.parallel_layers) * branches
 
     def hidden_share(self, name: str, steps: Sequence[Mapping[CallKind, float]]) -> float | None:
-        """Return the hidden share of the bytes that no call waits for, over all steps, by the trace; None if there are
-        none."""
+        """Return how much of the bytes that no call waits for was sent while the rank computed, from 0 to 1, over all
+        steps.
+
+        Return None if there are no such bytes.
+
+        Args:
+            name: name of the variant.
+            steps: for every step, the share of its attention calls that is of each kind.
+        """
         parts = [
             (part, self.late[key])
             for of in steps
@@ -410,10 +487,11 @@ class Measured:
 
 
 def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
-    """Return the rows of one case, in seconds of a step on the real machine.
+    """Return the rows of bench.json of one image size and link efficiency, in seconds of a step on the real machine.
 
     Args:
-        slowest: seconds of one layer, by variant and kind of calls.
+        case: what was measured, with all that the rows need beside times.
+        slowest: seconds of one layer on the slowest rank, by `key_of` variant and kind of attention calls.
     """
     seconds: dict[str, list[float]] = {}
     schedules = {name: kinds_of_steps(one) for name, one in case.cases.items()}
@@ -438,7 +516,11 @@ def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
 
 
 def more_words(row: Row) -> list[str]:
-    """Return further words to print about a row."""
+    """Return the words that are printed behind the times of a row of results.
+
+    They are the share of communication, speed-ups over baselines, the run whose displaced tensors are repeated, the
+    hidden share of the bytes that no call waits for, and memory, as far as the row has them.
+    """
     ratios = {name: row.get(f"ratio_vs_{name}") for name in ("flat_serial", "library", "flat")}
     faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
     replays = [f"displaced as in {row['decisions']}"] if row.get("decisions") else []

@@ -89,7 +89,12 @@ Replaceable = dict[tuple[Any, str], Any]  # values of attributes, by (class, nam
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for sizes that cannot be run or split, and for other libraries that are missing."""
+    """Raise UserError for sizes that cannot be run or split, and for other libraries that are missing.
+
+    Args:
+        values: the command's options.
+        ranks: number of ranks of the launch; None if unknown, and then not checked.
+    """
     check_counts(values, "side", "frames", "text", "heads", "double", "single", "repeats", "ranks")
     our_configs(values)
     missing = [package for package in PACKAGES if find_spec(package) is None]
@@ -101,18 +106,19 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def sizes_of(values: Values) -> Sizes:
-    """Return the sizes of the model."""
+    """Return the sizes of the random model that the options ask for."""
     names = ("heads", "double", "single", "side", "text", "frames", "dtype")
     return Sizes(**{name: values[name] for name in names}, head_dim=HEAD_DIM)
 
 
 def steps_of(values: Values) -> int:
-    """Return the number of steps of the run that every variant makes."""
+    """Return the number of steps of the denoising run that every variant makes, at least STEPS."""
     return max(STEPS, values["repeats"] + LEAD_IN + 1)
 
 
 def check_sizes(values: Values, ranks: int) -> None:
-    """Raise UserError if the sizes cannot be split among the ranks."""
+    """Raise UserError if there is only one rank, or if other libraries cannot split the sizes evenly among the
+    ranks."""
     if ranks < 2:
         raise UserError("bench peers compares exchanges between ranks: start at least 2, e.g. --ranks 2")
     peers = [name for name in values["only"] if name != OURS]
@@ -128,12 +134,12 @@ def check_sizes(values: Values, ranks: int) -> None:
 
 
 def import_before_fork(values: Values) -> None:
-    """Import the module of the model's class."""
+    """Import diffusers' module of the model's class. It is imported once, before ranks are forked."""
     import_module(f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}")
 
 
 class Stepping:
-    """A variant whose every call is the next step of its run."""
+    """A function that calls a variant's model with the inputs of the next step each time."""
 
     def __init__(self, call: Call, inputs: Sequence[Inputs]) -> None:
         self._call, self._inputs, self._calls = call, inputs, 0
@@ -146,7 +152,15 @@ class Stepping:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Check every variant against one process, on its own copy of the model, then time all in turn."""
+    """Check every variant against one process, on its own copy of the model, then time all in turn.
+
+    Rank 0 prints and writes the results.
+
+    Args:
+        values: the command's options.
+        output: folder of the results.
+        transport: this rank's connection to the other ranks.
+    """
     check_sizes(values, transport.size)
     configs = with_codecs(values, transport) if OURS in values["only"] else {}
     with torch.no_grad(), contextlib.ExitStack() as opened:
@@ -194,8 +208,15 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def calls_of_peers(values: Values, model: Any, transport: Any) -> dict[str, Call]:
-    """Return the calls of other libraries. All ranks build the same ones in the same order, because that makes process
-    groups."""
+    """Return, by variant, the functions that call the model with other libraries' attention.
+
+    All ranks build the same ones in the same order, because building makes process groups.
+
+    Args:
+        values: the command's options.
+        model: the random model. Variants get copies with the same weight tensors.
+        transport: this rank's connection to the other ranks.
+    """
     calls: dict[str, Call] = {}
     if DIFFUSERS in values["only"]:
         for name, anything in {"diffusers ulysses": False, "diffusers ulysses_anything": True}.items():
@@ -213,12 +234,17 @@ def report(
     more: Mapping[str, Mapping[str, Any]],
     ranks: int,
 ) -> None:
-    """Print and write the rows, with errors and the time of the first call.
+    """Print and write the results, with each variant's errors and the time of its first call.
 
     Times are compared with those of the fastest variant that is not ours.
 
     Args:
+        values: the command's options.
+        output: folder of the results.
+        seconds: seconds of each measurement, by variant.
+        sent: bytes of a step by variant and class of link.
         more: further columns of the rows, by variant.
+        ranks: number of ranks.
     """
     peers = [name for name in seconds if name not in our_configs(values)]
     baseline = min(peers, key=lambda name: statistics.median(seconds[name])) if peers else next(iter(seconds))
@@ -241,10 +267,10 @@ def report(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return what is printed behind a row's times: the first call's milliseconds, and two relative errors.
+    """Return the words that are printed behind the times of a row of results.
 
-    The errors are those against one process in fp32 and against an exact variant. Variants that displace tensors also
-    have their codec, and the share of their bytes that no call waited for.
+    They are the first call's milliseconds, and two relative errors: against one process in fp32 and against an exact
+    variant. Variants that displace tensors also have their codec, and the share of their bytes that no call waited for.
     """
     errors = f"error {row['relative_error']:.1e}, {row['relative_to_exact']:.1e}"
     arrival = [f"codec {row['codec']}, late {row['late_part']:.0%}"] if "late_part" in row else []
@@ -255,7 +281,7 @@ def more_words(row: Row) -> list[str]:
 
 
 def allowed_error(plain: Tensor, expected: Tensor) -> float:
-    """Return the largest error that an exact variant may have.
+    """Return the largest absolute error that an exact variant may have against one process in fp32.
 
     Args:
         plain: output of one process in the variants' dtype.
@@ -267,17 +293,31 @@ def allowed_error(plain: Tensor, expected: Tensor) -> float:
 
 
 def check_output(name: str, output: Tensor, expected: Tensor, allowed: float, rank: int) -> None:
-    """Raise RuntimeError if an output differs from the expected one by more than `allowed`."""
+    """Raise RuntimeError if an output differs anywhere from the expected one by more than `allowed`.
+
+    Args:
+        name: name of the variant.
+        output: the variant's output.
+        expected: output of one process in fp32.
+        allowed: the largest absolute difference.
+        rank: this rank's number, for the message.
+    """
     error = float((output.float() - expected).abs().max())
     if not error <= allowed:
         raise RuntimeError(f"{name} is wrong: {error:.1e} off one process on rank {rank}, not {allowed:.1e}")
 
 
 def errors_of(output: Tensor, expected: Tensor, reference: Tensor, transport: Any) -> dict[str, float]:
-    """Return the largest errors of any rank. Only rank 0's result is complete.
+    """Return the largest errors of a variant's output on any rank, by column of bench.json. Only rank 0's are complete.
 
-    They are the absolute error; the L2 norm of the error relative to the expected output's; and the same against an
-    exact variant in the same dtype, which leaves out rounding.
+    They are max_abs_error; relative_error, the L2 norm of the error divided by that of the expected output; and
+    relative_to_exact, the same against an exact variant in the same dtype, which leaves out rounding.
+
+    Args:
+        output: this rank's output of the variant.
+        expected: output of one process in fp32.
+        reference: output of an exact variant in the same dtype.
+        transport: this rank's connection to the other ranks.
     """
     off, beside = output.float() - expected, output.float() - reference.float()
     own = [float(off.abs().max()), float(off.norm() / expected.norm()), float(beside.norm() / expected.norm())]
@@ -289,10 +329,13 @@ def errors_of(output: Tensor, expected: Tensor, reference: Tensor, transport: An
 
 
 def our_configs(values: Values) -> dict[str, Config]:
-    """Return the settings of our variants: every exchange in every order, and the presets, also compiled if that is
-    wanted.
+    """Return the settings of cocodiff's own variants by name: every exchange in every order, and the presets.
 
-    With the joint order a variant has the name of the exchange.
+    With the joint order a variant has the name of the exchange. Presets are there also compiled if the options ask for
+    it.
+
+    Args:
+        values: the command's options.
     """
     exact = {}
     for exchange, order in product(EXCHANGES, ORDERS):
@@ -304,10 +347,15 @@ def our_configs(values: Values) -> dict[str, Config]:
 
 
 def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
-    """Return `our_configs` with `codec: auto` decided; rank 0 prints the decision.
+    """Return `our_configs` with each codec `auto` replaced by the one that the planner chooses; rank 0 prints the
+    choice.
 
-    On emulated links it is decided for the actual conditions: links slower than the machine file's by the scale, and
+    On emulated links it is made for the actual conditions: links slower than the machine file's by the scale, and
     arithmetic as fast as rank 0 measures it on this host.
+
+    Args:
+        values: the command's options.
+        transport: this rank's connection to the other ranks.
     """
     configs = our_configs(values)
     if all(config.codec != "auto" for config in configs.values()):
@@ -330,15 +378,22 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
 
 
 def measured_device(ranks: int, tokens: int, width: int) -> Device:
-    """Return this CPU as the device of one rank while all ranks compute, from short measurements of a linear layer and
-    of copies."""
+    """Return this host's CPU as the device of one rank, with its speed while all ranks compute.
+
+    Speed is taken from short measurements of a linear layer and of copies.
+
+    Args:
+        ranks: number of ranks that share the CPU.
+        tokens: number of all ranks' tokens together.
+        width: channels of the linear layer.
+    """
     share = min(1.0, len(os.sched_getaffinity(0)) / (ranks * torch.get_num_threads()))
     x_LW, weight_WW = torch.ones(max(1, tokens // ranks), width), torch.ones(width, width)
     source, few = torch.zeros(2**25, dtype=torch.uint8), torch.zeros(16)
     onto = torch.empty_like(source)
 
     def rate(call: Callable[[], object]) -> float:
-        """Return the number of calls in a second."""
+        """Return the number of calls in a second, for one rank while all compute."""
         return share / min(timeit.repeat(call, number=1, repeat=5))
 
     flop = 2 * len(x_LW) * width * width
@@ -350,7 +405,7 @@ def measured_device(ranks: int, tokens: int, width: int) -> Device:
 
 
 def late_bytes(engine: Engine) -> int:
-    """Return the bytes that an engine has sent and no call waited for."""
+    """Return the bytes that all ranks have sent for displaced tensors, which no call waits for. All ranks call this."""
     return sum(engine.bytes("late").values())
 
 
@@ -358,9 +413,14 @@ def late_bytes(engine: Engine) -> int:
 
 
 def diffusers_parallel(model: Any, transport: Any, anything: bool) -> Any:
-    """Set up diffusers' own context parallelism on a model and return it.
+    """Set up diffusers' own Ulysses attention on a model, in place, and return the model.
 
     `enable_parallelism` divides by the number of accelerators, so on the CPU its steps are done one by one.
+
+    Args:
+        model: the model.
+        transport: this rank's connection to the other ranks.
+        anything: True for the variant that also splits sizes that the ranks do not divide.
     """
     from diffusers import ContextParallelConfig
     from diffusers.hooks.context_parallel import apply_context_parallel
@@ -381,10 +441,15 @@ def diffusers_parallel(model: Any, transport: Any, anything: bool) -> Any:
 
 
 def cache_dit_variants(model: Any, ranks: int, values: Values) -> dict[str, Call]:
-    """Return the calls of cache-dit's Ulysses attention, plain and asynchronous.
+    """Return, by variant, the functions that call the model with cache-dit's Ulysses attention, plain and asynchronous.
 
     It replaces methods and attention backends of diffusers' classes, once in a process. What it replaces is restored at
     once, and put back in place for each of its own calls.
+
+    Args:
+        model: the random model. Variants get copies with the same weight tensors.
+        ranks: number of ranks.
+        values: the command's options.
     """
     name_of_model = values["model"]
     before = theirs = replaceable(name_of_model)
@@ -405,7 +470,11 @@ def cache_dit_variants(model: Any, ranks: int, values: Values) -> dict[str, Call
 
 
 def replaceable(model: str) -> Replaceable:
-    """Return the attributes of diffusers' classes that cache-dit replaces, with their current values."""
+    """Return the attributes of diffusers' classes that cache-dit replaces, with copies of their current values.
+
+    Args:
+        model: a key of REPLACED, such as "flux".
+    """
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 
     tables = [(Registry, name) for name, value in vars(Registry).items() if isinstance(value, dict | set)]
@@ -416,14 +485,23 @@ def replaceable(model: str) -> Replaceable:
 
 
 def put(what: Replaceable) -> None:
-    """Set attributes to these values."""
+    """Set attributes of classes.
+
+    Args:
+        what: copies of the values to set, by (class, name of the attribute).
+    """
     for (owner, name), value in what.items():
         setattr(owner, name, copy.copy(value))  # a copy, because a table may be changed later
 
 
 @contextlib.contextmanager
 def in_place(theirs: Replaceable, before: Replaceable) -> Iterator[None]:
-    """Put cache-dit's attributes in place inside the `with` block."""
+    """Set the attributes that cache-dit replaces to its values inside the `with` block, and restore them after it.
+
+    Args:
+        theirs: cache-dit's values.
+        before: diffusers' values.
+    """
     put(theirs)
     try:
         yield

@@ -20,21 +20,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Sizes(NamedTuple):
-    """The sizes of a random transformer and its calls."""
+    """The sizes of a random transformer and of its calls."""
 
-    heads: int  # attention heads
-    double: int  # blocks with image and text separate
-    single: int  # blocks with both in one stream
+    heads: int  # number of attention heads
+    double: int  # number of blocks with separate weights for image and text
+    single: int  # number of blocks with the same weights for image and text
     side: int  # tokens along the edge of an image or frame
-    text: int  # text tokens
+    text: int  # number of text tokens
     head_dim: int = 32  # channels of a head
     frames: int = 1  # frames of a video; 1 for an image
     channels: int = 16  # channels of an input token
     text_channels: int = 64  # channels of a text token
-    pooled: int = 32  # channels of the pooled prompt
-    batch: int = 1  # images in one call
+    pooled: int = 32  # channels of the pooled prompt, the one vector of a whole prompt
+    batch: int = 1  # number of images in one call
     dtype: str = "fp32"  # a name in DTYPES
-    device: str = "cpu"
+    device: str = "cpu"  # a name of a torch device
 
     @property
     def tokens(self) -> int:
@@ -43,22 +43,26 @@ class Sizes(NamedTuple):
 
 
 class Benched(NamedTuple):
-    """A class of transformers, and the arguments that it takes."""
+    """A class of diffusers' transformers to benchmark, with the arguments that build and call a model of it."""
 
-    title: str  # name in results
-    class_name: str  # in diffusers
-    config: Callable[[Sizes], dict[str, Any]]  # returns arguments of the class
-    # Returns a call's arguments that only this class has, from the noisy sample [B, tokens, channels].
-    inputs: Callable[[Sizes, Any], Inputs]
-    timesteps: int = 1  # scale of the timestep argument: its value at noise level 1
-    text_travels: bool = True  # True if image and text are attended to jointly
-    channels: int = 64  # of the real models
-    text_channels: int = 4096  # of the real models
-    pooled_channels: int = 0  # of the real models; 0 if they take no pooled prompt
+    title: str  # name of the model's family in results
+    class_name: str  # name of the class in diffusers
+    config: Callable[[Sizes], dict[str, Any]]  # returns the arguments of the class
+    inputs: Callable[[Sizes, Any], Inputs]  # returns arguments that only this class has; takes the noisy [B, tokens, C]
+    timesteps: int = 1  # value of the argument `timestep` at noise level 1
+    text_travels: bool = True  # True if text tokens are in the same attention as image tokens, so ranks exchange them
+    channels: int = 64  # channels of an input token of the real models
+    text_channels: int = 4096  # channels of a text token of the real models
+    pooled_channels: int = 0  # channels of the real models' pooled prompt; 0 if they take none
 
 
 def random_model(benched: Benched, sizes: Sizes) -> Any:
-    """Return a random transformer, the same on every rank, on the device of `sizes`."""
+    """Return a transformer with random weights, the same on every rank, on the device of `sizes`.
+
+    Args:
+        benched: its class.
+        sizes: its sizes, device and dtype.
+    """
     diffusers = import_diffusers()
     torch.manual_seed(0)
     heads = {"attention_head_dim": sizes.head_dim, "num_attention_heads": sizes.heads, "in_channels": sizes.channels}
@@ -72,13 +76,18 @@ def random_model(benched: Benched, sizes: Sizes) -> Any:
 
 
 def rotary_axes(sizes: Sizes) -> tuple[int, int, int]:
-    """Return the channels of a head that are rotated by frame, row and column."""
+    """Return how many channels of a head the rotary embedding rotates by frame, by row and by column."""
     along = sizes.head_dim // 32 * 14
     return sizes.head_dim - 2 * along, along, along
 
 
 def places(sizes: Sizes, axes: int) -> Tensor:
-    """Return the place of every image token [tokens, axes]: frame, row, column, then zeros."""
+    """Return the position of every image token, [tokens, axes]: frame, row, column, then zeros.
+
+    Args:
+        sizes: the number of frames, and of tokens along their edges.
+        axes: number of columns, 3 or more.
+    """
     grid = torch.meshgrid(*map(torch.arange, (sizes.frames, sizes.side, sizes.side)), indexing="ij")
     found = torch.zeros(sizes.tokens, axes)
     found[:, :3] = torch.stack(grid, dim=-1).flatten(0, 2)
@@ -86,7 +95,8 @@ def places(sizes: Sizes, axes: int) -> Tensor:
 
 
 def in_frames(sizes: Sizes, x: Tensor) -> Tensor:
-    """Return image tokens [B, tokens, C] as [B, C, frames, side, side]."""
+    """Return image tokens [B, tokens, C channels] as a video [B, C, frames, side, side], of the frames and side in
+    `sizes`."""
     return x.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
 
 
@@ -174,15 +184,21 @@ OF_FAMILIES = {"FLUX.1": FLUX, "FLUX.2": FLUX_2, "SD3 / SD3.5": SD3, "Qwen-Image
 
 
 def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[Inputs]:
-    """Return the arguments of the first `calls` calls of a run with `steps` steps. All calls have one prompt.
+    """Return the arguments of the first `calls` calls of the model in a denoising run. All calls have one prompt.
 
-    Noise turns into a picture in equal steps, while the picture turns into another one.
+    Noise turns in equal steps into a picture, which changes on the way, as a model's estimate does.
+
+    Args:
+        benched: the model's class.
+        sizes: the model's sizes.
+        calls: number of calls.
+        steps: number of steps of the whole run.
     """
     noise = torch.Generator().manual_seed(1)
     dtype = DTYPES[sizes.dtype]
 
     def drawn(*shape: int) -> Tensor:
-        """Return normally distributed numbers."""
+        """Return normally distributed numbers, [batch, *shape]."""
         return torch.randn(sizes.batch, *shape, generator=noise)
 
     start, one, other = (drawn(sizes.tokens, sizes.channels) for _ in range(3))
@@ -202,17 +218,23 @@ def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[I
 
 
 def in_fp32(inputs: Inputs) -> Inputs:
-    """Return the arguments with all tensors in fp32."""
+    """Return the arguments of a call with all tensors in fp32."""
     return {name: value.float() if hasattr(value, "float") else value for name, value in inputs.items()}
 
 
 def step(model: Any, inputs: Inputs) -> Tensor:
-    """Call the model once and return its output."""
+    """Call the model once with these arguments, and return its output."""
     return model(**inputs, return_dict=False)[0]
 
 
 def run(model: Any, of_steps: Sequence[Inputs], branches: int) -> None:
-    """Make a whole run. With two branches of guidance each step also calls the model with a second prompt."""
+    """Call the model for all steps of a run, and drop the outputs.
+
+    Args:
+        model: the transformer.
+        of_steps: the arguments of each step's call.
+        branches: calls of the model in a step: 1, or 2 with guidance. The second has another prompt.
+    """
     for inputs in of_steps:
         step(model, inputs)
         if branches == 2:

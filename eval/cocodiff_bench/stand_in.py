@@ -39,20 +39,27 @@ LENGTHS = {"encode_lossless": 4, "stream_lengths": 3}
 
 
 class Clock:
-    """The waits that replace a device's computation. All variants share one clock, because they take turns."""
+    """The waits that take the place of a device's computation. All variants share one object, because they run in
+    turn."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.dilation = device, 0.0  # dilation: factor of all waits
 
     def wait(self, seconds: float, _launches: int = 0) -> None:
-        """Wait for a computation of `seconds` on the device. Launches of the model's own kernels take no time."""
+        """Wait as long as the device would compute, times `dilation`, the slowness of the emulated machine.
+
+        Args:
+            seconds: time of the computation on the device.
+            _launches: number of kernel launches, not used: launches of the model's own kernels take no time.
+        """
         time.sleep(seconds * self.dilation)
 
 
 class WaitingKernels(Kernels):
-    """The operations, of which scores and codes are waits by the same roofline as in plans, with one launch each.
+    """The engine's operations, with scoring and coding replaced by waits. All others are run.
 
-    All scores are zero, because the choice of tokens does not matter. Nothing is coded.
+    A wait is as long as the roofline model of plans says, with one launch. All scores are zero, because it does not
+    matter which tokens are chosen. Nothing is coded.
     """
 
     def __init__(self, clock: Clock, path: str, note: Callable[[str, str], None]) -> None:
@@ -71,7 +78,10 @@ class WaitingKernels(Kernels):
 
 
 class RooflineAttention(LocalAttention):
-    """The attention of a device, replaced by a wait as long as its fused kernel takes."""
+    """The attention computation of one rank, replaced by a wait as long as the device's fused kernel takes.
+
+    Results have the right shapes and arbitrary numbers.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -88,9 +98,12 @@ class RooflineAttention(LocalAttention):
 
 
 class StandIn:
-    """The layers of one variant. Between two calls of `begin` are the layers of one step."""
+    """The layers of one variant of `bench step`: real messages, and waits in place of computation.
 
-    layer: PlannedLayer  # one layer; set by `settle`
+    A step is a call of `begin`, followed by runs of the layer.
+    """
+
+    layer: PlannedLayer  # the layer that is run, again and again; set by `settle`
 
     def __init__(self, case: Case, transport: Any, clock: Clock) -> None:
         # Seconds of a layer in every call of `run_behind` or `run_shared`, and the trace's record of the last one.
@@ -110,15 +123,18 @@ class StandIn:
             SplitWeights(self._blocks, case.topology, transport, *split).attach(self._trace)
 
     def begin(self, kind: CallKind) -> None:
-        """Begin the next step, with calls of this kind. Return when the ranks have agreed on what all its layers
-        share."""
+        """Begin the next step. Return when the ranks have agreed on what all its layers share.
+
+        Args:
+            kind: the kind of attention calls in the step.
+        """
         self.costs.hold_at(self.codec, kind)
         self._step += 1
         self.codec.begin_step(StepInfo(0, self._step, self._steps))
         self.costs.agree(self.codec)
 
     def run(self, layers: int) -> None:
-        """Run some layers of a step."""
+        """Run the first `layers` layers of a step."""
         for number in range(layers):
             self.run_layer(number)
 
@@ -131,7 +147,15 @@ class StandIn:
         self.layer.run(self._strategy, LayerKey(f"{name} {number}" if number else name))
 
     def settle(self, layer: PlannedLayer, kind: CallKind) -> None:
-        """Set the layer, and run without waits the step that starts a run and those that differ from the later ones."""
+        """Set the layer to run, and bring the codec into the state of calls of one kind, before they are measured.
+
+        For that it runs, without waits, the step that starts a run, and the next ones that cost more or less than later
+        ones.
+
+        Args:
+            layer: the layer.
+            kind: the kind of attention calls.
+        """
         self.layer = layer
         self._clock.dilation = 0.0
         leading = 0 if kind.whole else self.costs.steps_to_settle
@@ -140,9 +164,12 @@ class StandIn:
             self.run(SITES if kind.displaced else 1)
 
     def run_behind(self, kind: CallKind) -> None:
-        """Run three displaced calls of a model with several layers, and time the third, as plans do (`PlannedCall`).
+        """Run three steps of displaced calls, each of SITES layers, and time the third, as plans do (`PlannedCall`).
 
-        At the end no messages are in flight.
+        Append the seconds of one layer to `last_s`. At the end no messages are in flight.
+
+        Args:
+            kind: the kind of attention calls. The tensors that it displaces are sent in one step and used in the next.
         """
         self._trace.clear()
         for _ in range(3):
@@ -154,7 +181,13 @@ class StandIn:
         self.costs.catch_up(self.codec)
 
     def run_shared(self, kind: CallKind) -> None:
-        """Run two calls of a model with several layers whose weights ranks share, and time the second."""
+        """Run two steps, each of SITES layers whose weights are divided among ranks and gathered, and time the second.
+
+        Append the seconds of one layer to `last_s`.
+
+        Args:
+            kind: the kind of attention calls.
+        """
         for _ in range(2):
             self._trace.clear()
             self.begin(kind)
@@ -165,7 +198,8 @@ class StandIn:
 
 
 class Blocks(nn.Module):
-    """The blocks of a model. Each has one tensor of weights, but runs a layer that does not use it."""
+    """A model whose blocks have one tensor of weights each, to be divided among ranks. A block runs a layer that
+    ignores them."""
 
     def __init__(self, numbers: float) -> None:
         super().__init__()
@@ -177,7 +211,7 @@ class Blocks(nn.Module):
 
 
 class Block(nn.Module):
-    """A block with weights."""
+    """A block of a model, with one tensor of weights. A call runs the function it gets, and ignores the weights."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -193,18 +227,19 @@ Interval = tuple[int, int]  # start and end in nanoseconds
 
 
 class Late(NamedTuple):
-    """The bytes that no call waited for."""
+    """The bytes that ranks sent for displaced tensors or shared weights, which no call waits for, and the hidden part
+    of them."""
 
-    sent: int  # number of bytes
-    # bytes sent while the rank's main thread waited for nothing; for partly hidden messages, in proportion to time
-    hidden: float
+    sent: int  # number of bytes, of all ranks
+    hidden: float  # bytes sent while the main thread did not wait; of messages partly so, in proportion to time
 
     @classmethod
     def of(cls, of_ranks: Iterable[Sequence[Span]], waited: str = "wait") -> Late:
-        """Sum over the spans of every rank.
+        """Return the bytes summed over all ranks.
 
         Args:
-            waited: prefix of the names of spans that count as waits.
+            of_ranks: the spans of each rank's trace.
+            waited: prefix of the names of spans in which the main thread waits. What is sent meanwhile is not hidden.
         """
         sent, hidden = 0, 0.0
         for of_rank in of_ranks:
@@ -217,7 +252,7 @@ class Late(NamedTuple):
 
 
 def _times(spans: Iterable[Span]) -> list[Interval]:
-    """Return the intervals of spans."""
+    """Return the start and end of each span, in nanoseconds."""
     return [(span.start_ns, span.end_ns) for span in spans]
 
 
@@ -233,10 +268,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Return the total length of disjoint intervals."""
+    """Return the total length of disjoint intervals, in nanoseconds."""
     return sum(end - start for start, end in intervals)
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """Return the length of the intersection of two unions."""
+    """Return the length of the intersection of two sets of disjoint intervals, in nanoseconds."""
     return length(first) + length(second) - length(union([*first, *second]))

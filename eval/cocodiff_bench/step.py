@@ -34,24 +34,37 @@ OPTIONS = common.with_common_options(
 
 
 def request_of(values: Values) -> Request:
-    """Return the request for the model of the options."""
+    """Return the request that loads the pipeline of the options, for inpainting."""
     return Request(values["model"], INPAINT)
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that these ranks cannot measure."""
+    """Raise UserError for options, or a model, that these ranks cannot measure.
+
+    Args:
+        values: the command's options.
+        ranks: number of ranks of the launch; None if unknown, and then checked as for one.
+    """
     check_counts(values, "batch", "steps", "repeats", "ranks")
     preset_configs(values)
     check_model(request_of(values), ranks or 1)
 
 
 def import_before_fork(values: Values) -> None:
-    """Import what all ranks need for the model."""
+    """Import the modules that all ranks need for the model. They are imported once, before ranks are forked."""
     session.import_before_fork(request_of(values))
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measure whole pipeline calls, the variants in turn. The time of a step is the call's divided by its steps."""
+    """Measure whole pipeline calls, one variant after the other in every round. Rank 0 prints and writes the results.
+
+    A step's time is the call's, divided by its number of steps.
+
+    Args:
+        values: the command's options.
+        output: folder of the results.
+        transport: this rank's connection to the other ranks.
+    """
     model = session.load_requested(request_of(values), values["dtype"], transport)
     model.pipe.set_progress_bar_config(disable=True)
     side = model.pipe.default_sample_size * model.pipe.vae_scale_factor
@@ -77,14 +90,27 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def bytes_of_steps(engines: Mapping[str, Engine], values: Values) -> dict[str, dict[str, int]]:
-    """Return the bytes sent in a mean step, by variant and class of link, with the warm-up included. All ranks call
-    this."""
+    """Return the bytes that all ranks sent in a mean step, by variant and class of link. All ranks call this.
+
+    Steps of the warm-up are included.
+
+    Args:
+        engines: the engine of each variant.
+        values: the command's options.
+    """
     steps = (values["repeats"] + 1) * values["steps"]
     return {name: {link: count // steps for link, count in engine.bytes().items()} for name, engine in engines.items()}
 
 
 def restore_once(model: Model, batch: int, side: int, steps: int) -> None:
-    """Run the inpainting pipeline once on random images whose centre is masked."""
+    """Run the inpainting pipeline once on random images whose centre is masked.
+
+    Args:
+        model: the loaded pipeline, with the arguments that it needs.
+        batch: number of images.
+        side: pixels of an image's edge.
+        steps: number of denoising steps.
+    """
     noise = torch.Generator().manual_seed(0)
     mask_BCHW = torch.zeros(batch, 1, side, side)
     mask_BCHW[..., side // 4 : side - side // 4, side // 4 : side - side // 4] = 1
@@ -107,7 +133,10 @@ SILENT = "no messages"  # name of the variant that measures a step without messa
 
 
 class SilentGroup(SerialGroup):
-    """A group that neither sends nor receives attention's tensors. What would be received has arbitrary numbers."""
+    """A group that neither sends nor receives attention's tensors, to time computation alone.
+
+    Tensors that would be received hold arbitrary numbers.
+    """
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
         return self._inner.send_recv([], [])
@@ -116,7 +145,7 @@ class SilentGroup(SerialGroup):
 
 
 class SilentTransport(SerialTransport):
-    """A transport whose groups send nothing."""
+    """A transport whose groups send no tensors, to time computation alone."""
 
     group_of = SilentGroup
 
@@ -124,14 +153,16 @@ class SilentTransport(SerialTransport):
 def measure_shape(
     values: Values, shape: ModelShape, family: str, configs: Mapping[str, Config], transport: Any
 ) -> list[Row]:
-    """Measure whole runs of a random transformer with a model's shape, as one with real weights would take them.
+    """Measure whole runs of a random transformer that has a model's shape. They take as long as with real weights.
 
-    Images have the first size of `--size`. Return a row for each variant, with the largest memory that a rank used on
-    its device.
+    Return a row for each variant, with the most memory that a rank used on its device.
 
     Args:
-        family: name of the model's family.
-        configs: settings by variant; "flat_serial" serves one peer at a time.
+        values: the command's options. Images have the first size of `--size`.
+        shape: the model's sizes.
+        family: name of the model's family, a key of OF_FAMILIES.
+        configs: settings by variant. The variant "flat_serial" exchanges with one peer at a time.
+        transport: this rank's connection to the other ranks.
     """
     benched, device = OF_FAMILIES[family], transport.device
     sizes = Sizes(
@@ -157,7 +188,8 @@ def measure_shape(
     memory = None if device.type == "cpu" else torch.get_device_module(device)
 
     def whole(name: str, engine: Engine) -> None:
-        """Make one run and record its largest memory."""
+        """Run all steps of a variant's model once, and store in `most` the most memory that the device held
+        meanwhile."""
         if memory is not None:
             memory.reset_peak_memory_stats(device)
         with engine:

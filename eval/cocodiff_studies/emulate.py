@@ -51,7 +51,12 @@ OPTIONS = (
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run the subcommand, and return its exit code."""
+    """Run `cocodiff emulate`, with the command whose ranks it starts. Return the exit code.
+
+    Args:
+        words: the command line after `cocodiff emulate`: options, `--`, and the command.
+        launch: how this process was started.
+    """
     cut = [*words, "--"].index("--")
     options, command = list(words[:cut]), list(words[cut + 1 :])
     values = parse("emulate", "Runs a command on an emulated machine: emulate [options] -- COMMAND.", OPTIONS, options)
@@ -73,7 +78,11 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
-    """Return the emulated topology. Raise UserError if the machine cannot have so many nodes or ranks."""
+    """Return the places of the emulated machine's ranks. Raise UserError if it cannot have so many nodes or ranks.
+
+    Args:
+        values: the options of `cocodiff emulate`.
+    """
     machine = load_machine(values["machine"])
     if values["nodes"] < 1:
         raise UserError(f"--nodes {values['nodes']}: at least 1 is needed")
@@ -94,15 +103,21 @@ def topology_of(values: dict[str, Any]) -> Topology:
 
 
 def is_this_cocodiff(word: str) -> bool:
-    """Return True if a command's first word is the cocodiff that runs here. Its ranks can then be forked from this
+    """Return True if a command's first word names the cocodiff that runs here. Its ranks can then be forked from this
     process."""
     own = Path(sys.executable).parent / "cocodiff"
     return word == "cocodiff" or (own.is_file() and Path(shutil.which(word) or word).resolve() == own.resolve())
 
 
 def settle_command(words: Sequence[str], values: dict[str, Any]) -> list[str]:
-    """Return the words of a cocodiff command with the emulated machine named. Raise UserError if they name another
-    machine."""
+    """Return the words of a cocodiff command after `cocodiff`, with `--machine` added for the emulated machine.
+
+    Raise UserError if they name another machine, or a subcommand that runs on no ranks.
+
+    Args:
+        words: the command's words after `cocodiff`.
+        values: the options of `cocodiff emulate`.
+    """
     if not words:
         raise UserError("emulate -- cocodiff: add a subcommand, e.g. bench alltoall")
     check_choice("subcommand", words[0], COMMANDS)
@@ -120,7 +135,11 @@ def settle_command(words: Sequence[str], values: dict[str, Any]) -> list[str]:
 
 
 def check_host(values: dict[str, Any]) -> None:
-    """Raise UserError if this host lacks something that an emulation needs."""
+    """Raise UserError if this host lacks something that an emulation needs, such as Linux, root, `ip` and `tc`.
+
+    Args:
+        values: the options of `cocodiff emulate`.
+    """
     if sys.platform != "linux":
         raise UserError(f"emulate needs Linux (network namespaces); this is {sys.platform}")
     lacking = [f"{tool} (Debian: apt install iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -136,7 +155,15 @@ def check_host(values: dict[str, Any]) -> None:
 
 
 def run_emulated(values: dict[str, Any], topology: Topology, command: list[str], own: bool, token: str) -> int:
-    """Build the network, check its rates, run the ranks, and remove everything. Return the exit code."""
+    """Build the network, check its rates, run the ranks, and remove everything. Return the exit code of the ranks.
+
+    Args:
+        values: the options of `cocodiff emulate`.
+        topology: the places of the emulated machine's ranks.
+        command: the program and its arguments.
+        own: True if the program is the cocodiff that runs here.
+        token: mark of this emulation, which is in the environment of all its processes.
+    """
     started = time.monotonic()
     try:
         with Network.open(topology, values["scale"]) as network:
@@ -161,7 +188,15 @@ def run_emulated(values: dict[str, Any], topology: Topology, command: list[str],
 
 
 def say_network(values: dict[str, Any], topology: Topology, rates: Sequence[Rate], up_s: float, all_s: float) -> None:
-    """Print the network and its measured rates."""
+    """Print the emulated network and its measured rates. Point out rates that are far off.
+
+    Args:
+        values: the options of `cocodiff emulate`.
+        topology: the places of the emulated machine's ranks.
+        rates: the measured rates.
+        up_s: seconds until the network was built.
+        all_s: seconds until the rates were measured.
+    """
     say(
         f"emulated {topology.machine.name}: {topology.size} tiles on {topology.nodes} node(s), links "
         f"{values['scale']:g} times slower; network up in {up_s:.2f} s, rates checked after {all_s:.2f} s"
@@ -176,7 +211,14 @@ def say_network(values: dict[str, Any], topology: Topology, rates: Sequence[Rate
 
 
 def rank_environment(values: dict[str, Any], topology: Topology, token: str) -> dict[str, str]:
-    """Return the variables for all ranks, by which they communicate over the bridge and over TCP."""
+    """Return the environment variables that are equal for all ranks, by which they find each other over the emulated
+    network.
+
+    Args:
+        values: the options of `cocodiff emulate`.
+        topology: the places of the emulated machine's ranks.
+        token: mark of this emulation.
+    """
     told = {"machine": topology.machine.name, "nodes": topology.nodes, "scale": values["scale"]}
     here = len(topology.on_node[0])
     return {
@@ -190,7 +232,14 @@ def rank_environment(values: dict[str, Any], topology: Topology, token: str) -> 
 
 
 def run_forked(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
-    """Fork the ranks from this process, with the variables that torchrun sets. Return the exit code."""
+    """Fork the ranks from this process, with the variables that torchrun sets. Return their exit code.
+
+    Args:
+        network: the emulated network.
+        command: the program and its arguments.
+        own: True if the program is the cocodiff that runs here. Ranks then call it instead of executing the file.
+        environment: variables for all ranks.
+    """
     if own:
         for name in EVERY_RANK_IMPORTS if command[1] in MODELS else ("cocodiff.engine.engine",):
             import_module(name)
@@ -209,7 +258,15 @@ def run_forked(network: Network, command: list[str], own: bool, environment: dic
 
 
 def _rank(network: Network, rank: int, command: list[str], own: bool, environment: dict[str, str]) -> int:
-    """Run one rank in its tile, and return its exit code; other programs replace the process."""
+    """Run one rank in its tile, and return its exit code. A program that is not cocodiff replaces the process.
+
+    Args:
+        network: the emulated network.
+        rank: the rank's number.
+        command: the program and its arguments.
+        own: True if the program is the cocodiff that runs here.
+        environment: variables for this rank.
+    """
     network.tile(rank).enter()
     os.environ.update(environment)
     if own:
@@ -223,7 +280,16 @@ def _rank(network: Network, rank: int, command: list[str], own: bool, environmen
 
 
 def run_under_mpi(network: Network, command: list[str], own: bool, environment: dict[str, str]) -> int:
-    """Run the ranks of one MPI job; `cocodiff_studies.namespaces` takes each to its tile. Return the exit code."""
+    """Run the ranks by `mpiexec`, as one MPI job. Return its exit code.
+
+    Each rank first runs `cocodiff_studies.namespaces`, which enters the rank's tile.
+
+    Args:
+        network: the emulated network.
+        command: the program and its arguments.
+        own: True if the program is the cocodiff that runs here.
+        environment: variables for all ranks.
+    """
     program = [*python_words("from cocodiff.cli.main import main; sys.exit(main())"), *command[1:]] if own else command
     variables = without_launcher(os.environ) | environment
     variables |= {
@@ -250,10 +316,14 @@ def run_under_mpi(network: Network, command: list[str], own: bool, environment: 
 
 
 def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
-    """Run every job in a process of its own. Return 0, or the exit code of the first failure.
+    """Run each job in a process of its own, forked from this one. Return 0, or the exit code of the first failure.
 
     A job returns its exit code or does not return at all. After a failure the others have GRACE_S to end, then they are
-    killed. On one of STOPS they receive SIGTERM first. Signals that this process ignores, as under nohup, stay ignored.
+    killed. If the user stops this process, as with Ctrl-C, they receive SIGTERM first. Signals that this process
+    ignores, as under nohup, stay ignored.
+
+    Args:
+        jobs: the functions to run, one for each rank.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -270,7 +340,7 @@ def fork_all(jobs: Sequence[Callable[[], int]]) -> int:
 
 
 def _told(job: Callable[[], int]) -> int:
-    """Run a job, and print its error if it fails."""
+    """Return the exit code of a job, in its child process. If it raises an exception, print that and return 1."""
     try:
         return job()
     except BaseException as error:
@@ -279,7 +349,12 @@ def _told(job: Callable[[], int]) -> int:
 
 
 def _attend(children: dict[int, int], stop: StopRequest) -> int:
-    """Wait for all children, and remove each from `children` when it ends. Return the exit code of all."""
+    """Wait for all child processes, and remove each from `children` when it ends. Return the exit code of all together.
+
+    Args:
+        children: ranks by the process ids of their processes.
+        stop: tells if the user has asked to stop. Children then receive SIGTERM, and the exit code is 130.
+    """
     code, deadline, told = 0, float("inf"), False
     while children and time.monotonic() < deadline:
         if stop.asked and not told:
@@ -305,8 +380,8 @@ def _attend(children: dict[int, int], stop: StopRequest) -> int:
 
 
 def new_token() -> str:
-    """Return a token for a new emulation: this process's number and start. First end the processes of emulations that
-    were killed."""
+    """Return a token for a new emulation: this process's id and start. First end the processes of emulations that were
+    killed."""
     for token in {token for _, token in _others() if token}:
         if _began(token.partition("-")[0]) != token:
             kill_all(token, ())
@@ -314,8 +389,12 @@ def new_token() -> str:
 
 
 def kill_all(token: str, namespaces: Collection[int]) -> int:
-    """Kill every process that was started with the token, or is in one of the namespaces (inodes), except this one.
-    Return their number."""
+    """Kill all processes of an emulation, except this one. Return their number.
+
+    Args:
+        token: the emulation's token, which is in the environment of its processes.
+        namespaces: inode numbers of its network namespaces. Processes in one of them are killed too.
+    """
     inside = {f"net:[{inode}]" for inode in namespaces}
     killed = 0
     for entry, own_token in _others():
@@ -327,8 +406,10 @@ def kill_all(token: str, namespaces: Collection[int]) -> int:
 
 
 def _others() -> Iterator[tuple[Path, str]]:
-    """Yield the folders in /proc of this host's other processes that may be read, with the token that each was started
-    with ("": none)."""
+    """Yield, for each other process of this host that may be read, its folder in /proc and the token of its emulation.
+
+    The token is "" for processes that were not started in an emulation.
+    """
     mark = f"{TOKEN}=".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -339,7 +420,7 @@ def _others() -> Iterator[tuple[Path, str]]:
 
 
 def _began(process: str) -> str:
-    """Return a process's number with its start in clock ticks; "" if there is no such process."""
+    """Return a process's id with its start in clock ticks, as "ID-TICKS"; "" if there is no such process."""
     try:
         return f"{process}-{Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[19]}"
     except (OSError, IndexError):

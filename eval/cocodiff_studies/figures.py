@@ -71,16 +71,20 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Run:
-    """A command of cocodiff, or several that differ in some words."""
+    """A command of cocodiff whose results a paper's figures are compared with, or several that differ in some words."""
 
     made: str  # how its figures are made, a key of MADE
-    command: str  # words of the command, with {keys}
+    command: str  # the command's words after `cocodiff`, with a {key} where commands differ
     # For each {key} in the name and the command: values for the name, each with the words for the command. There is one
     # command for every combination.
-    each: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    each: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by {key}, its values with the words for each
 
     def named(self, name: str) -> Iterator[tuple[str, list[str]]]:
-        """Yield the name and the words of each command. name: the name with its {keys}."""
+        """Yield the name and the words of each command.
+
+        Args:
+            name: the name of all, in which each {key} is replaced by the values of one command.
+        """
         for chosen in itertools.product(*(values.items() for values in self.each.values())):
             keys = dict(zip(self.each, (key for key, _ in chosen), strict=True))
             words = dict(zip(self.each, (words for _, words in chosen), strict=True))
@@ -90,19 +94,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Paper:
-    """A file of configs/papers."""
+    """A paper whose figures are made again: a file of configs/papers.
 
-    title: str
-    source: str
+    A row of its table has in `paper` the paper's value. Rows that are repeated have it in `said`, by their `what`.
+    """
+
+    title: str  # the paper's title, the heading of its part of the page
+    source: str  # where the paper was published
     setting: str  # the paper's machine and models, and what replaces them here
-    runs: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]  # `paper`: the paper's value; `said`: the same for repeated rows, by their `what`
-    curves: Sequence[Mapping[str, Any]] = ()
-    notes: str = ""  # Markdown
+    runs: Mapping[str, Any]  # by name, the arguments of a `Run`
+    rows: Sequence[Mapping[str, Any]]  # rows of the table: a figure, the paper's value, and the place of ours
+    curves: Sequence[Mapping[str, Any]] = ()  # pictures: title, labels of axes, lines of points
+    notes: str = ""  # text in Markdown that ends the paper's part of the page
 
     @classmethod
     def load(cls, name: str) -> Paper:
-        """Return the paper of a name in configs/papers."""
+        """Return the paper that configs/papers has under a name."""
         return cls(**read_yaml(find_shipped("paper", "papers", name)))
 
     @property
@@ -112,7 +119,14 @@ class Paper:
 
 
 def start(words: Sequence[str], launch: Launch) -> int:
-    """Run the subcommand, and return its exit code."""
+    """Run `cocodiff papers`: run the papers' commands, and write the page that compares their results with the papers'.
+
+    Return the exit code, 1 if a command failed.
+
+    Args:
+        words: the command line after `cocodiff papers`.
+        launch: how this process was started. Only the first rank works.
+    """
     values = parse("papers", "Makes the papers' figures again.", OPTIONS, words)
     if not launch.speaks:
         return 0
@@ -159,9 +173,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 class Command(NamedTuple):
-    """One command of a paper."""
+    """One command that `cocodiff papers` runs for a paper."""
 
-    name: str
+    name: str  # name of the command, unique in the paper
     paper: str  # name of the paper
     words: Sequence[str]  # words after `cocodiff`
     folder: Path  # folder of its results and its log
@@ -173,12 +187,12 @@ class Command(NamedTuple):
 
     @property
     def is_made(self) -> bool:
-        """True if its results are in the folder."""
+        """True if the folder holds the results of this command, with the same words."""
         written = self.folder / WRITTEN
         return written.is_file() and written.read_text() == self.shown
 
     def make(self) -> None:
-        """Run it in cocodiff's own folder, unless it has been run. Raise UserError if it fails."""
+        """Run the command in cocodiff's own folder, unless its results are there. Raise UserError if it fails."""
         if self.is_made:
             return
         started, folder = time.monotonic(), self.folder
@@ -195,8 +209,13 @@ class Command(NamedTuple):
 
 
 def read_result(folder: Path) -> Any:
-    """Return the document that a command has written; lines of a sweep become its "rows". Raise UserError if there is
-    none."""
+    """Return the document of results that a command has written. Lines of a sweep become its "rows".
+
+    Raise UserError if there is none.
+
+    Args:
+        folder: the folder of its results.
+    """
     path = next((folder / name for name in RESULTS if (folder / name).is_file()), None)
     if path is None:
         raise UserError(f"{folder} holds none of {', '.join(RESULTS)}: remove it and run that again")
@@ -208,7 +227,11 @@ def read_result(folder: Path) -> Any:
 
 
 def read_campaign(folder: Path) -> dict[str, Any]:
-    """Return the measurements of launch/campaign.pbs, by the names that rows have for them."""
+    """Return the measurements that launch/campaign.pbs has made, by the names "campaign NAME" that rows have for them.
+
+    Args:
+        folder: has one folder for each measurement, with its bench.json.
+    """
     found = {path: read_result(path.parent) for path in sorted(folder.glob("*/bench.json"))}
     if not found:
         raise UserError(f"--measured {folder} holds no */bench.json: run launch/campaign.pbs into it")
@@ -223,13 +246,14 @@ def read_campaign(folder: Path) -> dict[str, Any]:
 
 
 def numbers_of(results: Mapping[str, Any], of: Mapping[str, Any]) -> list[float]:
-    """Return the numbers at a place in the results.
+    """Return the numbers at a place in the results of commands.
+
+    If the pattern of names has groups, only the least number of the runs that have the same text in them is taken.
 
     Args:
         results: documents by name of their command
         of: the place. `run`: a pattern of names; `rows`: values that select rows; `list`: the rows' name in the
             document (default "rows"); `take`: the number's dotted path in a row, or in the document if `rows` is absent
-            If the pattern has groups, the least number of the runs that have the same text in them is taken
     """
     found, least = list[float](), dict[tuple[str, ...], float]()
     for name, document in results.items():
@@ -248,7 +272,7 @@ def numbers_of(results: Mapping[str, Any], of: Mapping[str, Any]) -> list[float]
 
 
 def at(document: Any, path: str) -> Any:
-    """Return the value at a dotted path of a document; None if it is absent."""
+    """Return the value at a dotted path, such as "a.b", in nested mappings; None if it is absent."""
     if isinstance(document, dict) and path in document:
         return document[path]
     first, _, rest = path.partition(".")
@@ -257,10 +281,13 @@ def at(document: Any, path: str) -> Any:
 
 
 def repeated(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for every combination of values in its `each`, with {key} replaced by the value.
+    """Yield the rows of a paper's table that one entry stands for: one for every combination of values in its `each`.
 
-    A text that is only {key} becomes the value itself. A value that is a mapping replaces each of its keys, and its
-    `paper` replaces the row's.
+    Each {key} is replaced by the value, and a text that is only {key} becomes the value itself. A value that is a
+    mapping replaces each of its keys, and its `paper` replaces the row's.
+
+    Args:
+        row: the entry in the paper's file.
     """
     for values in itertools.product(*row.get("each", {}).values()):
         pairs = zip(row.get("each", {}), values, strict=True)
@@ -270,7 +297,12 @@ def repeated(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def filled(part: Any, keys: Mapping[str, Any]) -> Any:
-    """Return a part of a row with each {key} in its texts replaced."""
+    """Return a part of a table's row with each {key} in its texts replaced.
+
+    Args:
+        part: a text, a mapping of such parts, or another value, which is returned as it is.
+        keys: by key, what replaces it.
+    """
     if isinstance(part, dict):
         return {filled(key, keys): filled(value, keys) for key, value in part.items()}
     if not isinstance(part, str):
@@ -283,10 +315,14 @@ def filled(part: Any, keys: Mapping[str, Any]) -> Any:
 
 
 def value_of(results: Mapping[str, Any], row: Mapping[str, Any]) -> float | None:
-    """Return the mean of the numbers at `of`; None if there are none.
+    """Return the number that cocodiff's results have for a row of the table; None if there are none.
 
-    With `over` (or `minus`) it is the mean of their ratios to (or differences from) the numbers at that place, which
-    has the missing keys from `of`.
+    It is the mean of the numbers at the row's `of`. With `over` (or `minus`) it is the mean of their ratios to (or
+    differences from) the numbers at that place, which has the missing keys from `of`.
+
+    Args:
+        results: documents by name of their command.
+        row: the row.
     """
     numbers = numbers_of(results, row["of"])
     for name, operation in (("over", operator.truediv), ("minus", operator.sub)):
@@ -297,7 +333,12 @@ def value_of(results: Mapping[str, Any], row: Mapping[str, Any]) -> float | None
 
 
 def shown(value: float | None, unit: str) -> str:
-    """Return a value in a unit as text, "-" for None."""
+    """Return a number as text with its unit; "-" for None.
+
+    Args:
+        value: the number in base units, such as seconds, bytes or a fraction of 1.
+        unit: the unit to show it in, a key of UNITS.
+    """
     factor, words = UNITS[unit]
     return "-" if value is None else words.format(value * factor)
 
@@ -306,8 +347,17 @@ def shown(value: float | None, unit: str) -> str:
 
 
 def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, asked: Sequence[str]) -> str:
-    """Return a paper's part of the page. asked: names of the requested runs. Rows of runs that were neither requested
-    nor made are left out."""
+    """Return a paper's part of the page, in Markdown: its table, the commands, its pictures and notes.
+
+    Rows of runs that were neither requested nor made are left out.
+
+    Args:
+        paper: the paper.
+        results: documents by name of their command.
+        folder: where pictures are written.
+        name: the paper's name, with which the pictures' names begin.
+        asked: names of the requested runs.
+    """
     lines = [f"## {paper.title}", textwrap.fill(f"{paper.source}. {paper.setting}", LINE), ""]
     every = {one: run.made for name_of, run in paper.commands.items() for one, _ in run.named(name_of)}
     every |= {one: "measured" for one in results if one.startswith(CAMPAIGN)}
@@ -338,8 +388,14 @@ def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, a
 
 
 def draw(path: Path, curve: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
-    """Draw lines of points, whose coordinates are values as of rows, into a file. Return False if there are no
-    points."""
+    """Draw lines of points into a PNG file. Return False, without a file, if there are no points.
+
+    Args:
+        path: the file.
+        curve: the title, labels of axes, and lines by label, from the paper's file. A point has the places of its x and
+            y.
+        results: documents by name of their command.
+    """
     from matplotlib.figure import Figure
 
     lines = dict[str, list[tuple[float, float]]]()

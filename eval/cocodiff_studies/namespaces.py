@@ -26,18 +26,25 @@ TILES = "COCODIFF_EMULATION_TILES"  # the paths of the tiles' namespaces, by ran
 
 
 def _system(call: str, *arguments: int) -> None:
-    """Call a function of the C library. Raise OSError if it fails."""
+    """Call a function of the C library with integer arguments. Raise OSError if it returns anything but 0.
+
+    Args:
+        call: the function's name, such as "setns".
+        arguments: its arguments.
+    """
     if getattr(ctypes.CDLL(None, use_errno=True), call)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), call)
 
 
 class Namespace:
-    """An open network namespace."""
+    """An open network namespace of Linux, in which programs see only the network interfaces that are put there."""
 
     def __init__(self) -> None:
-        """Make a namespace. The calling thread stays where it is. Raise PermissionError without the right to make
-        one."""
+        """Make a new namespace. The calling thread stays in its own.
+
+        Raise PermissionError without the right to make one.
+        """
         home = os.open(OWN, os.O_RDONLY)
         try:
             _system("unshare", CLONE_NEWNET)
@@ -48,12 +55,12 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """A path that other processes of the same user can open while this process lives."""
+        """The file path by which other processes of the same user can enter the namespace, while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     @property
     def inode(self) -> int:
-        """The inode by which the kernel identifies the namespace."""
+        """The inode number by which the kernel identifies the namespace."""
         return os.fstat(self.descriptor).st_ino
 
     def enter(self) -> None:
@@ -62,7 +69,7 @@ class Namespace:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Move the calling thread into the namespace for the block, and back."""
+        """Move the calling thread into the namespace for the `with` block, and back after it."""
         home = os.open(OWN, os.O_RDONLY)
         try:
             self.enter()
@@ -72,8 +79,13 @@ class Namespace:
             os.close(home)
 
     def run(self, program: str, lines: Sequence[str]) -> None:
-        """Run lines of `ip` or `tc` in the namespace, in one batch. Raise UserError with the program's message if it
-        fails."""
+        """Run commands of `ip` or `tc` in the namespace, in one batch. Raise UserError with the program's message if
+        one fails.
+
+        Args:
+            program: "ip" or "tc".
+            lines: the commands, each without the program's name.
+        """
         with self.inside():
             text = "\n".join(lines) + "\n"
             done = subprocess.run([program, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
@@ -82,18 +94,24 @@ class Namespace:
             raise UserError(f"cannot set the emulated network up: {program} says: {said}")
 
     def set(self, settings: dict[str, str]) -> None:
-        """Write kernel settings (below /proc/sys/net) of the namespace."""
+        """Write kernel settings of the namespace.
+
+        Args:
+            settings: values by path below /proc/sys/net.
+        """
         with self.inside():
             for name, value in settings.items():
                 Path("/proc/sys/net", name).write_text(value)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the file descriptor by which this process holds the namespace."""
         os.close(self.descriptor)
 
 
 def main(words: Sequence[str]) -> None:
     """Enter the network namespace of this rank's tile, and replace this process by a program.
+
+    An MPI launcher starts this for each rank of an emulated machine.
 
     Args:
         words: the program and its arguments.

@@ -40,17 +40,26 @@ Key = tuple[str, int, int]  # ("tile", rank, 0), ("nic", node, nic) or ("switch"
 
 
 def mbit_s(gb_s: float, scale: float) -> float:
-    """Return the emulated rate of a link in Mbit/s. scale: the factor by which links are slower."""
+    """Return the rate of a link in the emulation, in Mbit/s.
+
+    Args:
+        gb_s: the link's rate on the machine, in GB/s.
+        scale: how many times slower links are in the emulation.
+    """
     return gb_s * 8e3 / scale
 
 
 def address(rank: int) -> str:
-    """Return the IP address of a rank's tile."""
+    """Return the IP address of a rank's tile in the emulated network."""
     return f"10.77.{rank // 250}.{rank % 250 + 1}"
 
 
 class Network:
-    """The namespaces of an emulated topology. `open` is their lifetime."""
+    """The network namespaces of an emulated machine: one for each tile, each NIC and the switch, with the links between
+    them.
+
+    It exists during a `with` block of `open`.
+    """
 
     def __init__(self, topology: Topology, scale: float) -> None:
         self.topology, self.scale = topology, scale
@@ -67,7 +76,12 @@ class Network:
     @classmethod
     @contextmanager
     def open(cls, topology: Topology, scale: float) -> Iterator[Network]:
-        """Build the network for the length of a block. scale: the factor by which links are slower."""
+        """Build the network at the beginning of a `with` block, and remove it at its end.
+
+        Args:
+            topology: the places of ranks, and the machine with its links.
+            scale: how many times slower links are in the emulation.
+        """
         network = cls(topology, scale)
         try:
             network.build()
@@ -81,8 +95,10 @@ class Network:
         return self.spaces["tile", rank, 0]
 
     def build(self) -> None:
-        """Make the namespaces, links, routes and limits. Raise PermissionError without the right to, and UserError with
-        the message of `ip` or `tc` if one fails."""
+        """Make the namespaces, with their links, routes and rate limits.
+
+        Raise PermissionError without the right to, and UserError with the message of `ip` or `tc` if one fails.
+        """
         for rank in range(self.topology.size):
             self._add_tile(("tile", rank, 0), address(rank))
         for wire in wires(self.topology):
@@ -105,7 +121,13 @@ class Network:
                 space.run("tc", self._tc[key])
 
     def _add_tile(self, key: Key, own: str) -> None:
-        """Make a namespace with a bridge that has the address `own`."""
+        """Make a namespace for a tile, a NIC or the switch, and note the commands that give it its address on an empty
+        bridge.
+
+        Args:
+            key: by which `spaces` holds the namespace.
+            own: the IP address.
+        """
         self.spaces[key] = Namespace()
         self._ip[key] += [f"link add {BRIDGE} type bridge", f"addr add {own}/32 dev {BRIDGE}", f"link set {BRIDGE} up"]
 
@@ -129,8 +151,12 @@ class Network:
                 self._tc[key].append(f"qdisc add dev {device} root tbf {limit}")
 
     def _add_nics(self) -> None:
-        """Make the NICs and the switch. Tiles reach their NIC at any rate; links between NICs and the switch are
-        limited."""
+        """Make the namespaces of NICs and of the switch that joins them, and note the commands that connect them and
+        the tiles.
+
+        Links between tiles and their NIC have no limit; those between NICs and the switch are limited to the NICs'
+        rate.
+        """
         topology, switch = self.topology, ("switch", 0, 0)
         self._add_tile(switch, "10.79.0.1")
         for place in topology.places:
@@ -147,17 +173,17 @@ class Network:
 
 
 class Rate(NamedTuple):
-    """The rate of one stream between two ranks."""
+    """The measured rate of one TCP stream between two ranks of an emulated network, beside what it should be."""
 
-    kind: str  # class of the link
-    source: int
-    target: int
-    nominal: float  # Mbit/s
-    measured: float  # Mbit/s
+    kind: str  # class of the link: "sibling", "plane", "cross_plane" or "node"
+    source: int  # rank that sends
+    target: int  # rank that receives
+    nominal: float  # Mbit/s by the machine file and the emulation's scale
+    measured: float  # Mbit/s that was measured
 
 
 def measure_rates(network: Network) -> list[Rate]:
-    """Return the rate of one stream for each class of link that the topology has, measured one after the other."""
+    """Measure one TCP stream for each class of link that the machine has, one after the other. Return their rates."""
     links = network.topology.machine.links
     gb_s = {"sibling": links.sibling_gb_s, "plane": links.plane_gb_s, "node": links.nic_gb_s}
     gb_s["cross_plane"] = min(links.sibling_gb_s, links.plane_gb_s)
@@ -168,7 +194,7 @@ def measure_rates(network: Network) -> list[Rate]:
 
 
 def representative_pairs(topology: Topology) -> dict[str, tuple[int, int]]:
-    """Return two ranks for each class of link between them: for siblings the last such pair, for others the first
+    """Return, for each class of link, two ranks that it joins: for siblings the last such pair, for others the first
     one."""
     pairs: dict[str, tuple[int, int]] = {}
     for a, b in combinations(range(topology.size), 2):
@@ -179,7 +205,13 @@ def representative_pairs(topology: Topology) -> dict[str, tuple[int, int]]:
 
 
 def stream_rate(network: Network, source: int, target: int) -> float:
-    """Return the Mbit/s of a TCP stream between the namespaces of two ranks; 0 if nothing arrives."""
+    """Measure a TCP stream of half a second between two tiles of the network. Return its Mbit/s; 0 if nothing arrives.
+
+    Args:
+        network: the emulated network.
+        source: rank whose tile sends.
+        target: rank whose tile receives.
+    """
     with network.tile(target).inside():
         listener = socket.create_server((address(target), 0))
     with listener:

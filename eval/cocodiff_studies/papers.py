@@ -35,9 +35,9 @@ FIXED = tuple(f"{tenths / 10:g}" for tenths in range(1, 10))  # fixed parts of t
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured time of an all-to-all."""
+    """A time of an all-to-all that the paper gives, or a ratio of two, which a fit has to reproduce."""
 
-    variant: str  # an exchange, or "flat_serial": to one peer at a time
+    variant: str  # name of an exchange, or "flat_serial": to one peer at a time
     size_mb: float  # MB per rank, including its block for itself
     value: float  # seconds; a ratio if `over` is given
     part: str = "whole"  # "whole", or "phase1" or "phase2" of tapa
@@ -45,11 +45,14 @@ class Measured:
 
 
 def figure_11(baseline: str) -> dict[str, Measured]:
-    """Return the measurements that the paper's text gives for Figure 11. The baseline is read as an exchange of ours.
+    """Return the measurements that the paper's text gives for Figure 11, by name.
 
     A message size is read as a rank's whole tensor: 14 MB in the paper's running example, where each of q, k and v has
     14.2 MB. Phase 1 "stays at 0.3-0.5 ms" from 3 to 48 MB; phase 2 takes 6.0 and oneCCL 25.5 ms at 48 MB; oneCCL over
     TAPA is 3.0 at 24 MB and 1 at 6 MB.
+
+    Args:
+        baseline: the exchange of ours that oneCCL is taken to be: "flat", or "flat_serial", to one peer at a time.
     """
     return {
         "TAPA, phase 1, 3 MB": Measured("tapa", 3, 0.3e-3, "phase1"),
@@ -62,10 +65,10 @@ def figure_11(baseline: str) -> dict[str, Measured]:
 
 
 class Fit(NamedTuple):
-    """The constants of Figure 11."""
+    """A machine's constants that reproduce Figure 11 best, and how well they do."""
 
-    constants: Constants
-    predicted: list[float]  # seconds, or a ratio, for every measurement
+    constants: Constants  # fitted latency, and parts of nominal rates that links reach
+    predicted: list[float]  # seconds, or a ratio, for every measurement of `figure_11`
     rms: float  # the root mean square of the relative errors, as logarithms
 
 
@@ -73,6 +76,10 @@ def fit_figure_11(machine: Machine, baseline: str = "flat_serial") -> Fit:
     """Fit the constants of one of the machine's nodes to Figure 11, by least squares of logarithms.
 
     As the figure is of one node, NICs are assumed to reach the same part of their rate as Xe Links.
+
+    Args:
+        machine: the machine, with nominal rates.
+        baseline: the exchange that oneCCL is taken to be, as for `figure_11`.
     """
     topology = Topology.build(replace(machine, nodes=None), machine.tiles_per_node or 12)
     measured, exchange = figure_11(baseline).values(), cache(partial(AllToAll, topology))
@@ -99,7 +106,7 @@ class Run(NamedTuple):
 
     model: str  # a name in configs/models
     size: int  # pixels of the image's side
-    nodes: int
+    nodes: int  # number of nodes
     batch: int | None = 1  # images in a call; None: as many as the planned memory holds, at most LARGEST_BATCH
 
 
@@ -122,7 +129,7 @@ DEGREES = {1: 12, 2: 24, 4: 48, 8: 48}  # the paper's degree of Ulysses, by node
 
 
 class Planned:
-    """The plans of the paper's cases on one machine."""
+    """The predicted step times of the paper's cases on one machine."""
 
     def __init__(self, machine: Machine, shape_of: Callable[[str], ModelShape] = load_shape) -> None:
         self.machine, self._shape_of = replace(machine, nodes=None), cache(shape_of)
@@ -130,7 +137,11 @@ class Planned:
     def rows(self, where: str, run: Run) -> Iterator[dict[str, Any]]:
         """Yield one row for each variant of a case; none if CoCoDiff's caches do not fit a tile beside the rest.
 
-        where: the kind of cases, a key of CASES.
+        A row has the case's fields, the variant, the seconds of a step and communication's share of it.
+
+        Args:
+            where: the kind of cases, a key of CASES.
+            run: the case.
         """
         memory, case = self.machine.device.memory or 0, self._case(run, "cocodiff")
         if run.batch is None:
@@ -144,9 +155,12 @@ class Planned:
             yield {"cases": where} | run._asdict() | {"variant": variant} | times
 
     def _case(self, run: Run, variant: str) -> Case:
-        """Return a case to plan. Ranks beyond the paper's degree of Ulysses, or beyond the heads, form rings.
+        """Return the planner's description of a case. Ranks beyond the paper's degree of Ulysses, or beyond the heads,
+        form rings.
 
-        variant: a preset, "flat_serial", or the part of the tokens that stays in each step of V-Major.
+        Args:
+            run: the paper's case.
+            variant: a preset, "flat_serial", or as text the part of the tokens that stays in each step of V-Major.
         """
         shape = self._shape_of(run.model)
         topology = Topology.build(self.machine, run.nodes * (self.machine.tiles_per_node or 12))
@@ -191,7 +205,12 @@ def run_paper(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines_of(fits: dict[str, Fit]) -> list[str]:
-    """Return lines with the fits for each reading of the baseline, and the table of the one that is used."""
+    """Return the lines to print about the fits: the constants for each reading of oneCCL, and paper and plan side by
+    side.
+
+    Args:
+        fits: by the exchange that oneCCL is taken to be.
+    """
     lines = ["Figure 11 fitted with latency_us, sibling, plane (of NICs as of Xe links):"]
     lines.append(f"{'baseline':<26}{'latency us':>11}{'sibling':>9}{'slower':>9}{'rms':>8}")
     for name, one in fits.items():

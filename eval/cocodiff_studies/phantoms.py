@@ -56,8 +56,14 @@ class View:
         self.x_HW, self.y_HW = np.meshgrid(self.centre[0] + axis / zoom, self.centre[1] + axis / zoom)
 
     def splat(self, points_N2: Array, weights_N: Array, width: float) -> Array:
-        """Return points blurred to a Gaussian of `width` (specimen units); a single point of weight 1 peaks at about
-        1."""
+        """Return a picture [SIZE, SIZE] of points, each blurred to a Gaussian. A single point of weight 1 peaks at
+        about 1.
+
+        Args:
+            points_N2: specimen coordinates x, y of N points.
+            weights_N: brightness of each point.
+            width: standard deviation of the Gaussian in specimen units.
+        """
         pixels_N2 = ((points_N2 - self.centre) * self.zoom + 1) * SIZE / 2 - 0.5
         sigma = max(width * self.zoom * SIZE / 2, 0.5)
         margin = int(3 * sigma) + 1
@@ -76,12 +82,21 @@ class View:
 
 
 def smooth_step(depth_HW: Array, width: float) -> Array:
-    """Return 0 outside and 1 inside, rising over about `width` around depth 0."""
+    """Return 0 where the depth is negative and 1 where it is positive, with a smooth rise about `width` wide around
+    depth 0."""
     return 1 / (1 + np.exp(np.clip(-4 * depth_HW / width, -40, 40)))
 
 
 def wobbly_depth(view: View, generator: np.random.Generator, centre: Array, radii: Array, wobble: float) -> Array:
-    """Return the depth of every pixel below a closed wobbly outline, in specimen units (negative outside)."""
+    """Return the depth of every pixel below a closed outline with random waves, in specimen units; negative outside.
+
+    Args:
+        view: the coordinates of pixels.
+        generator: draws the outline's direction and waves.
+        centre: the outline's centre x, y in specimen units.
+        radii: its two radii.
+        wobble: size of the waves, relative to the radii.
+    """
     u, v = along_axes(view, centre, radii, generator.uniform(0, np.pi))
     radius, theta = np.hypot(u, v), np.arctan2(v, u)
     outline = np.ones_like(radius)
@@ -91,19 +106,40 @@ def wobbly_depth(view: View, generator: np.random.Generator, centre: Array, radi
 
 
 def ellipse_depth(view: View, centre: Array, radii: Array, angle: float) -> Array:
-    """Return the depth of every pixel below an ellipse's rim, in specimen units (negative outside)."""
+    """Return the depth of every pixel below an ellipse's rim, in specimen units; negative outside.
+
+    Args:
+        view: the coordinates of pixels.
+        centre: the ellipse's centre x, y in specimen units.
+        radii: its two radii.
+        angle: its rotation in radians.
+    """
     return (1 - np.hypot(*along_axes(view, centre, radii, angle))) * radii.min()
 
 
 def along_axes(view: View, centre: Array, radii: Array, angle: float) -> tuple[Array, Array]:
-    """Return the coordinates of every pixel along the two axes of a turned ellipse, in units of its radii."""
+    """Return two coordinates of every pixel, along the two axes of a rotated ellipse, in units of its radii.
+
+    Args:
+        view: the coordinates of pixels.
+        centre: the ellipse's centre x, y in specimen units.
+        radii: its two radii.
+        angle: its rotation in radians.
+    """
     dx, dy = view.x_HW - centre[0], view.y_HW - centre[1]
     u = (np.cos(angle) * dx + np.sin(angle) * dy) / radii[0]
     return u, (np.cos(angle) * dy - np.sin(angle) * dx) / radii[1]
 
 
 def bezier(view: View, generator: np.random.Generator, reach: float, width: float) -> Array:
-    """Return a curved line of the given width (specimen units), about 1 on its ridge."""
+    """Return a picture of a random curved line, about 1 on its ridge and 0 away from it.
+
+    Args:
+        view: the coordinates of pixels.
+        generator: draws the curve's three points.
+        reach: largest coordinate of these points, in specimen units.
+        width: width of the line in specimen units.
+    """
     ends_32 = generator.uniform(-reach, reach, (3, 2))
     t = np.linspace(0, 1, 240)[:, None]
     points_N2 = (1 - t) ** 2 * ends_32[0] + 2 * t * (1 - t) * ends_32[1] + t**2 * ends_32[2]
@@ -113,7 +149,13 @@ def bezier(view: View, generator: np.random.Generator, reach: float, width: floa
 
 
 def texture(view: View, generator: np.random.Generator, width: float) -> Array:
-    """Return a smooth random field of unit standard deviation. `width` is its grain in specimen units."""
+    """Return a smooth random picture [SIZE, SIZE] of unit standard deviation.
+
+    Args:
+        view: the coordinates of pixels.
+        generator: draws the numbers.
+        width: size of its grain in specimen units.
+    """
     sigma = width * view.zoom * SIZE / 2
     # A wide grain is made on a small grid and stretched: blurring at full size would take most of the slice's time.
     factor = max(1, int(sigma / 2))
@@ -129,8 +171,11 @@ def texture(view: View, generator: np.random.Generator, width: float) -> Array:
 
 
 def porous(view: View, generator: np.random.Generator) -> Array:
-    """Return a sintered or sedimentary specimen: two or three phases with curved borders at one or two scales. Half of
-    them are surrounded by background."""
+    """Return a random sintered or sedimentary specimen without the scanner's artefacts, [SIZE, SIZE].
+
+    It has two or three phases with curved borders at one or two scales. Half of such specimens are surrounded by
+    background.
+    """
     count = generator.integers(2, 4)
     greys = np.linspace(generator.uniform(0.1, 0.4), generator.uniform(0.6, 0.95), count)
     grain, edge = generator.uniform(0.04, 0.22), generator.uniform(0.15, 0.5)
@@ -148,10 +193,10 @@ def porous(view: View, generator: np.random.Generator) -> Array:
 
 
 def organ(view: View, generator: np.random.Generator) -> Array:
-    """Return soft tissue: a mirrored, layered organ in a capsule, without the scanner's artefacts.
+    """Return a random specimen of soft tissue, [SIZE, SIZE]: a mirrored, layered organ in a capsule.
 
-    All organs share one anatomy (`LAMINAE`, `PAIRS`): sizes, places and greys vary around it. So a model that knows the
-    anatomy can guess the inside of a hole from its surroundings.
+    The scanner's artefacts are not yet in it. All organs share one anatomy (`LAMINAE`, `PAIRS`): sizes, places and
+    greys vary around it. So a model that knows the anatomy can guess the inside of a hole from its surroundings.
     """
     tilt = generator.normal(0, 0.15)
     middle = generator.normal(0, 0.05, 2)
@@ -187,8 +232,10 @@ def organ(view: View, generator: np.random.Generator) -> Array:
 
 
 def mineral(view: View, generator: np.random.Generator) -> Array:
-    """Return a tooth or bone: nested smooth shells with sharp rims, cavities, cracks, maybe trabeculae, on an empty
-    background."""
+    """Return a random tooth or bone, [SIZE, SIZE], on an empty background, without the scanner's artefacts.
+
+    It has nested smooth shells with sharp rims, cavities, cracks, and sometimes trabeculae.
+    """
     middle = generator.normal(0, 0.15, 2)
     radii = generator.uniform(0.45, 0.95) * generator.uniform(0.75, 1.1, 2)
     depth = wobbly_depth(view, generator, middle, radii, 0.08)
@@ -226,8 +273,13 @@ FAMILIES: dict[str, Callable[[View, np.random.Generator], Array]] = {
 
 
 def scan(view: View, generator: np.random.Generator, specimen: Array) -> Array:
-    """Return a specimen with a scanner's artefacts: blur, cupping, rings around the rotation axis, grainy and white
-    noise."""
+    """Return a specimen as a scanner would show it, with blur, cupping, rings around the rotation axis, and noise.
+
+    Args:
+        view: the coordinates of pixels.
+        generator: draws the artefacts.
+        specimen: grey values [SIZE, SIZE].
+    """
     axis = generator.normal(0, 0.03, 2)
     radius = np.hypot(view.x_HW - axis[0], view.y_HW - axis[1])
     # The scanner's point spread, fixed in pixels whatever the zoom.
@@ -267,7 +319,7 @@ def make_slice(seed: int, zoom: float = 1.0, family: str = "mixed") -> Image:
 
 
 def training_slice(seed: int) -> Image:
-    """Return a slice of the training mixture.
+    """Return a slice, float32 [96, 96], of the mixture of families that the embedded model is trained on.
 
     Two of five are zoomed up to 4 times and have a part of the grey range. They stand for tiles of a large slice, which
     see only some of its greys.
@@ -280,8 +332,10 @@ def training_slice(seed: int) -> Image:
 
 
 def main() -> None:
-    """Write slices as uint16 TIFF: held-out ones of a family as one stack, those of the mixture as a folder of
-    stacks."""
+    """Write synthetic slices as uint16 TIFF, as the command line asks.
+
+    Held-out slices of one family become one stack; slices of the training mixture become a folder of stacks.
+    """
     import tifffile
 
     parser = argparse.ArgumentParser(description="Synthetic slices.")

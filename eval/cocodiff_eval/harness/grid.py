@@ -34,16 +34,16 @@ EXACT_RUN = "exact run"  # name of the run that points are compared with, unless
 
 @dataclass(frozen=True)
 class Point:
-    """A combination of settings in a sweep."""
+    """A combination of the engine's settings in a sweep."""
 
     name: str  # unique within the sweep
     config: Config  # all settings of the engine
-    settings: dict[str, Any]  # those that the sweep's file gives, `preset` included
+    settings: dict[str, Any]  # settings that the sweep's file gives, `preset` included
 
     @property
     def lossy(self) -> bool:
-        """True if attention is not exact: tokens are left out or coded with loss, which does nothing on a single
-        rank."""
+        """True if attention is not exact: tokens are left out or coded with loss. On a single rank that changes
+        nothing."""
         return not self.config.exact_attention
 
 
@@ -51,14 +51,14 @@ class Point:
 class Grid:
     """The runs of a sweep: every point at each number of steps and under each mask."""
 
-    points: list[Point]
+    points: list[Point]  # the combinations of settings
     steps: list[int]  # numbers of denoising steps
     masks: list[str]  # "block", "center" or paths of mask files
-    presets: dict[str, Config]  # settings by the points' names; the first are the exact run's
+    presets: dict[str, Config]  # settings by point; the exact run's come first, by EXACT_RUN or a point's name
 
 
 def read_grid(values: Mapping[str, Any]) -> Grid:
-    """Return the grid that parsed options describe.
+    """Return the points, numbers of steps and masks of the sweep that the options describe.
 
     Raise UserError for unknown keys, with a suggestion, for invalid values and for too many runs.
 
@@ -98,8 +98,8 @@ def _of_runs(key: str, values: Mapping[str, Any], base: Mapping[str, Any], grid:
     Args:
         key: "steps" or "mask".
         values: options of the command line.
-        base: the section `base`.
-        grid: the section `grid`.
+        base: the section `base` of the sweep's file.
+        grid: the section `grid` of it.
     """
     found = values[key] or grid.get(key) or ([base[key]] if key in base else DEFAULTS[key])
     for one in found:
@@ -130,10 +130,11 @@ def _check_size(axes: Mapping[str, int], listed: int, of_runs: Mapping[str, Sequ
 
 
 def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of a section of the file, {} for None. Raise UserError if it is no mapping or has unknown keys.
+    """Return a copy of a section of the sweep's file, {} for None. Raise UserError if it is no mapping or has unknown
+    keys.
 
     Args:
-        section: what was read.
+        section: the section as YAML gives it.
         where: name of the section, for errors.
         known: all allowed keys.
     """
@@ -146,9 +147,10 @@ def _mapping(section: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
 
 
 def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[str, Any]) -> Point:
-    """Return one point. Raise UserError, with its name, if a setting is invalid or does nothing.
+    """Return a sweep's point for one entry of its file. Raise UserError, with the point's name, for a wrong setting.
 
-    One of its own settings does nothing if it only counts with another value of some other setting.
+    A setting is wrong if it is invalid. It is also wrong if it does nothing, because it needs another value of some
+    other setting.
 
     Args:
         entry: the point's own settings, with or without `name`. They take precedence over those of its preset, or over
@@ -177,7 +179,7 @@ def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[st
 
 
 def _unique(points: Sequence[Point]) -> list[Point]:
-    """Return the points without repetitions. Raise UserError if two of one name differ in their settings."""
+    """Return the points of a sweep without repetitions. Raise UserError if two of one name differ in their settings."""
     by_name: dict[str, Point] = {}
     for point in points:
         other = by_name.setdefault(point.name, point)

@@ -32,9 +32,9 @@ from cocodiff_eval.restore.pipeline_inpainter import check_finite, frames_of_lat
 
 
 class ImageJob(Job):
-    """The job of `generate`, in which every prompt is a batch of its own.
+    """The job of `generate`: it makes an image or a video for each prompt. Every prompt is a batch of its own.
 
-    Its items are images [Y, X, C] or videos [F, Y, X, C], in [0, 1].
+    Images are [Y, X, C], videos [F, Y, X, C] with F frames; values are in [0, 1].
     """
 
     unit = "images"
@@ -42,7 +42,7 @@ class ImageJob(Job):
     def __init__(self, session: Session) -> None:
         """Take the prompts and sizes from the session's options. Raise UserError for sizes that the model would round.
 
-        On a machine without an MP4 encoder, say that videos will only be TIFF stacks.
+        Print on rank 0, if no MP4 encoder is installed, that videos will only be TIFF stacks.
         """
         self.session, self.presets = session, list(session.prepared.presets)
         self.frames, video = video_frames(session), session.prepared.request.video
@@ -88,9 +88,15 @@ class ImageJob(Job):
         return ItemSamples(Moments.of(pixels.astype(np.float32)), cost)
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
-        """Return the rows and 8-bit pixels of an image or video, by preset.
+        """Return the rows of metrics.json of an image or video, and its 8-bit pixels by preset.
 
         It has no truth, so the rows compare only with the exact run, if there is one.
+
+        Args:
+            batch: the batch, of one prompt.
+            place: index of the prompt in the batch, 0.
+            drawn: the image or video with each setting.
+            exact: name of the exact run; None to compare with none.
         """
         name, rows, compared = self.names[batch.indices[place]], [], None if exact is None else drawn[exact]
         for preset in self.presets:
@@ -107,7 +113,7 @@ class ImageJob(Job):
 
         Args:
             name: the file's name without its suffix.
-            pixels8: uint8 [Y, X, C], or [F, Y, X, C] for a video.
+            pixels8: uint8 [Y, X, C], or [F, Y, X, C] for a video of F frames.
         """
         if self.frames is None:
             path = self.session.images / f"{name}.png"
@@ -125,7 +131,12 @@ class ImageJob(Job):
         return psnr_vs_exact_db(exact, one)
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Write the images or videos of all presets. Return further arguments of `session.finish`, for the report."""
+        """Write the images or videos of all presets. Return further keyword arguments of `session.finish`, for the
+        report.
+
+        Args:
+            done: the finished job.
+        """
         plan = plan_pictures([[True] * len(self.prompts)], len(self.presets))
         self.session.images.mkdir(exist_ok=True)
         for number, preset in product(range(len(self.prompts)), self.presets):
@@ -142,6 +153,7 @@ class ImageJob(Job):
         """Return one prompt's image with each preset as the report shows it. A video is shown as a few frames.
 
         Args:
+            done: the finished job.
             number: index of the prompt.
         """
         found = {preset: done.read(0, number, preset) for preset in self.presets}
@@ -151,7 +163,7 @@ class ImageJob(Job):
 
 
 def video_frames(session: Session) -> int | None:
-    """Return the number of frames of each video; None if the model makes images.
+    """Return the number of frames of each video to generate; None if the model makes images.
 
     It is the option's, or else the model's own. Raise UserError for a number that the model would round.
     """
@@ -166,11 +178,13 @@ def video_frames(session: Session) -> int | None:
 
 
 def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
-    """Return height and width in pixels: those of the options, or else the model's own.
+    """Return height and width in pixels of the images or videos to generate: those of the options, or else the model's
+    own.
 
     Raise UserError for sides that the model would round.
 
     Args:
+        session: the job on its ranks.
         frames: number of frames of each video; None for images.
     """
     pipe, values, video = session.model.pipe, session.prepared.values, session.prepared.request.video
@@ -181,12 +195,17 @@ def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
 
 
 def image01(drawn: ItemSamples) -> np.ndarray:
-    """Return the pixels of a generated image or video: float32 [Y, X, C] or [F, Y, X, C], in [0, 1]."""
+    """Return the pixels of a generated image or video: float32 [Y, X, C] or [F frames, Y, X, C], in [0, 1]."""
     return drawn.moments.mean_YX.astype(np.float32)
 
 
 def psnr_vs_exact_db(exact: ItemSamples, one: ItemSamples) -> float | None:
-    """Return the PSNR in dB of an image or video against the exact run's; None if all bits are equal."""
+    """Return the PSNR in dB of a generated image or video against the exact run's; None if all bits are equal.
+
+    Args:
+        exact: the exact run's.
+        one: the one to judge.
+    """
     images = image01(exact), image01(one)
     return distance_db(IntensityRange(0.0, 1.0), *images, np.ones(images[0].shape, bool))
 
@@ -201,20 +220,22 @@ def has_encoder() -> bool:
 
 
 def save_frames(path: Path, frames_FYXC: np.ndarray) -> None:
-    """Write frames as a compressed TIFF stack, without loss. Return when it is on the disk.
+    """Write a video's frames as a compressed TIFF stack, without loss. Return when it is on the disk.
 
     Args:
-        frames_FYXC: uint8, in RGB.
+        path: the file.
+        frames_FYXC: uint8 [frames, Y, X, C], in RGB.
     """
     tifffile_library().imwrite(path, frames_FYXC, photometric="rgb", compression="zlib", metadata={"axes": "TYXS"})
     flush(path)
 
 
 def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
-    """Write frames as an MP4, with loss. Return when it is on the disk.
+    """Write a video's frames as an MP4, with loss. Return when it is on the disk.
 
     Args:
-        frames_FYXC: uint8, in RGB.
+        path: the file.
+        frames_FYXC: uint8 [frames, Y, X, C], in RGB.
         fps: frames per second.
     """
     from imageio_ffmpeg import write_frames
@@ -229,7 +250,7 @@ def save_mp4(path: Path, frames_FYXC: np.ndarray, fps: int) -> None:
 
 
 def shown_frames(frames_FYXC: np.ndarray) -> np.ndarray:
-    """Return a picture [Y, X, C] of four frames in two rows, evenly spread from the first to the last.
+    """Return a picture [Y, X, C] of four frames of a video in two rows, evenly spread from the first to the last.
 
     If there are fewer than four, return the middle one.
     """

@@ -31,39 +31,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some items of a job, such as slices of a stack, that one replica makes together."""
+    """Some items of a job, such as slices of a stack, that one replica makes together.
 
-    task: int  # number of the task: a stack under a mask
+    An item is made as several samples, with different noise; its result is their mean. The last ones may be calibration
+    samples: known regions are hidden in them too, and they calibrate intervals and are no part of the result.
+    """
+
+    task: int  # index of the task, a stack with its mask, that the items are of
     indices: tuple[int, ...]  # the items, by their indices in the task
     compared: bool = True  # True if the exact run makes them too, to compare the presets with
-    samples: tuple[int, ...] = (0,)  # the samples of each item that this batch makes, by number from 0 to `of` - 1
+    samples: tuple[int, ...] = (0,)  # numbers of the samples, from 0 to `of` - 1, that this batch makes
     of: int = 1  # number of samples of each item in all batches, calibration samples included
     together: int = 1  # most samples, of one or several items, that share the model's calls
-    fused: bool = False  # True if its items are fused from samples of other units, as slices of a volume are
-    # number of calibration samples of each item: its last ones, made with known regions hidden too. They calibrate
-    # intervals and are no part of the result
-    tests: int = 0
+    fused: bool = False  # True if its items are fused from other units' samples, as a volume's slices
+    tests: int = 0  # number of calibration samples of each item, its last ones
 
     @property
     def drawn(self) -> int:
-        """The number of samples that the result of each item is the mean of."""
+        """The number of samples that the result of each item is the mean of; calibration samples are not among them."""
         return self.of - self.tests
 
     @property
     def size(self) -> int:
-        """The number of samples that this batch makes in each mode, as progress counts them; 0 if it is fused."""
+        """The number of samples that this batch makes in each mode, such as a preset; 0 if it is fused. Progress counts
+        them."""
         return 0 if self.fused else len(self.indices) * len(self.samples)
 
     @property
     def whole(self) -> bool:
-        """True if this batch makes all samples of its items."""
+        """True if this batch makes all samples of its items, and False if other batches make further ones."""
         return len(self.samples) == self.of
 
     @property
     def calls(self) -> list[list[tuple[int, int]]]:
         """The groups of samples that share the model's calls, as pairs (place in `indices`, number of the sample).
 
-        Calibration samples have groups of their own.
+        Calibration samples have groups of their own, since known regions are hidden in them too.
         """
         every = [(place, sample) for place in range(len(self.indices)) for sample in self.samples]
         kinds = [[pair for pair in every if (pair[1] >= self.drawn) is tests] for tests in (False, True)]
@@ -79,13 +82,11 @@ def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class ItemSamples:
-    """The samples of one item in one mode, as their mean, spread and cost."""
+    """The samples of one item in one mode, such as a preset, as their mean, spread and cost."""
 
     moments: Moments  # mean and spread of the normalised images, without calibration samples
-    cost: Cost  # of all samples together, calibration samples included
-    # PSNR of each sample against the truth, as a run with this sample alone would report it; None if the truth is
-    # unknown. Empty if it was not computed, as for a single sample
-    psnr_db: tuple[float | None, ...] = ()
+    cost: Cost  # cost of all samples together, calibration samples included
+    psnr_db: tuple[float | None, ...] = ()  # PSNR of each sample in dB, None without a truth; empty if not computed
     kept: tuple[np.ndarray, ...] = ()  # each sample in the input's dtype; empty unless samples are written as files
     tested: Moments | None = None  # mean and spread of the calibration samples; None if there are none
 
@@ -96,7 +97,10 @@ class ItemSamples:
 
     @classmethod
     def merged(cls, parts: Sequence[ItemSamples]) -> ItemSamples:
-        """Return all samples of an item together. Their order changes the last bits, so callers give parts in order."""
+        """Return the samples of several batches together, which are all of one item.
+
+        Their order changes the last bits, so callers give parts in the order of their samples.
+        """
         moments, tested = parts[0].moments, [part.tested for part in parts if part.tested is not None]
         for part in parts[1:]:
             moments = moments.merged(part.moments)
@@ -106,7 +110,7 @@ class ItemSamples:
 
 
 def packed(batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]]) -> Iterator[tuple[str, Any]]:
-    """Yield what the store keeps of a batch's samples, as (name, value), from which `unpacked` returns them.
+    """Yield what the store keeps of a batch's samples, as (name, value). `unpacked` returns the samples from it.
 
     Args:
         batch: the batch.
@@ -125,11 +129,11 @@ def packed(batch: Batch, drawn: Mapping[str, Sequence[ItemSamples]]) -> Iterator
 
 
 def unpacked(store: Store, numbers: Sequence[int], index: int) -> dict[str, ItemSamples]:
-    """Return the samples of one item in each mode, read from the store and merged.
+    """Return the samples of one item by mode, such as a preset, read from the store and merged.
 
     Args:
-        store: the job's store.
-        numbers: units whose samples are merged, in this order.
+        store: the job's store, where `packed` has put them.
+        numbers: units of the store whose samples are merged, in this order.
         index: the item's index in its task.
     """
     found: dict[str, list[ItemSamples]] = {}
@@ -147,7 +151,12 @@ def unpacked(store: Store, numbers: Sequence[int], index: int) -> dict[str, Item
 
 
 def _moments(saved: np.ndarray, count: int) -> Moments:
-    """Return mean and spread of `count` images from the array that `packed` saved."""
+    """Return mean and spread of `count` images from an array that `packed` saved.
+
+    Args:
+        saved: the image itself if it is only one; else mean and sum of squared deviations, [2, Y, X].
+        count: number of images.
+    """
     return Moments.of(saved) if count == 1 else Moments(count, *saved)
 
 
@@ -157,19 +166,15 @@ PURPOSES = {"bytes": "attention", "bytes_whole": "whole", "bytes_late": "late"}
 
 @dataclass
 class Cost:
-    """The time and traffic of some work. Its fields are named as those of `metrics.Result`."""
+    """The time and bytes of some work of a replica. Its fields are named as those of `metrics.Result`."""
 
-    seconds: float = 0.0  # on this rank
-    # sent for attention by all ranks of the replica, per link class
-    bytes: dict[str, int] = field(default_factory=dict)
-    # a row for each step of a lossy run, see `Engine.drift_profile`; empty for an exact one
-    drift: list[dict[str, Any]] = field(default_factory=list)
-    # bytes that attention would have sent with all tensors uncoded, per link class
-    bytes_whole: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0  # wall time on this rank
+    bytes: dict[str, int] = field(default_factory=dict)  # sent for attention by the replica's ranks, by link class
+    drift: list[dict[str, Any]] = field(default_factory=list)  # row for each step of a lossy run, see `drift_profile`
+    bytes_whole: dict[str, int] = field(default_factory=dict)  # the same if all tensors were sent uncoded
     bytes_late: dict[str, int] = field(default_factory=dict)  # part of `bytes` that no attention call waited for
     rank_seconds: float = 0.0  # seconds of all ranks of the replica, added up
-    # the part of `seconds` that each replica took, by its number; empty if that is unknown
-    replica_seconds: dict[str, float] = field(default_factory=dict)
+    replica_seconds: dict[str, float] = field(default_factory=dict)  # part of `seconds` by replica; empty: unknown
 
     @property
     def wall_seconds(self) -> float:
@@ -177,7 +182,7 @@ class Cost:
         return max(self.replica_seconds.values(), default=self.seconds)
 
     def reported(self) -> dict[str, Any]:
-        """Return the cost as keyword arguments of `cocodiff_eval.quality.metrics.Result`."""
+        """Return the cost as keyword arguments of `cocodiff_eval.quality.metrics.Result`, a row of metrics.json."""
         cached = [step["cached_fraction"] for step in self.drift if "cached_fraction" in step]
         return vars(self) | {
             "seconds": self.wall_seconds,
@@ -195,7 +200,7 @@ class Cost:
         shared["replica_seconds"] = {replica: one / count for replica, one in self.replica_seconds.items()}
 
         def sent(of_links: Mapping[str, int], n: int) -> dict[str, int]:
-            """Return the n-th image's share of the bytes of each link class."""
+            """Return the n-th image's share of bytes by link class."""
             return {link: sent * (n + 1) // count - sent * n // count for link, sent in of_links.items()}
 
         parts: list[dict[str, Any]] = [{name: sent(getattr(self, name), n) for name in PURPOSES} for n in range(count)]
@@ -203,7 +208,7 @@ class Cost:
 
     @classmethod
     def summed(cls, costs: Sequence[Cost]) -> Cost:
-        """Return the sum of the costs of several runs for one image. The drift is their mean at each step."""
+        """Return the sum of the costs of several runs for one image. Their `drift` becomes its mean at each step."""
         if len(costs) == 1:
             return costs[0]
         parts = {one.name: [getattr(cost, one.name) for cost in costs] for one in fields(cls)}
@@ -216,9 +221,9 @@ class Cost:
 
 @contextmanager
 def measured(engine: Engine) -> Iterator[Cost]:
-    """Make the engine's model parallel for the block, and yield the block's cost, which is filled in at its end.
+    """Make the engine's model parallel for the `with` block, and yield the block's cost, which is filled in at its end.
 
-    The engine's drift profile of earlier blocks is deleted first. All ranks of the replica call it.
+    All ranks of the replica enter it together. The engine's drift profile of earlier blocks is deleted first.
     """
     cost, before = Cost(), {name: engine.bytes(purpose) for name, purpose in PURPOSES.items()}
     engine.forget_drift()
@@ -252,7 +257,7 @@ def batches_of(
     Slices that are compared with an exact run have batches of their own, so that the exact run makes the same calls.
 
     Args:
-        task: number of the task.
+        task: index of the task.
         masked: for each slice, True if it has something to restore.
         together: most samples, of one or several slices, that share the model's calls.
         sample: number of slices, evenly spread, that are compared with an exact run.
@@ -277,10 +282,10 @@ def batches_of(
 
 
 def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
-    """Return the most slices of a batch, and the most samples of each, in this order.
+    """Return the most slices of a batch, and the most samples of each that it makes, in this order.
 
     With about BATCHES slices or more, a batch has all samples of its slices. With fewer slices, samples are divided
-    too, so that there are up to about BATCHES batches.
+    among batches too, so that there are up to about BATCHES batches.
 
     Args:
         slices: number of slices that the task has to restore.
@@ -293,14 +298,14 @@ def shape_of_batch(slices: int, together: int, samples: int) -> tuple[int, int]:
 
 
 def count_batches(slices: int, together: int, samples: int, video: bool = False) -> tuple[int, int]:
-    """Return the number of batches of a task, and the number of groups of samples that a batch runs one by one.
+    """Return the number of batches of a task, and the number of calls of the pipeline that a batch makes one by one.
 
-    The samples of a group share every call of the model, which is assumed to take all their tiles. Calibration samples
-    are not counted.
+    The planner predicts a job's time by them. The samples of a call are assumed to fit, with all their tiles, into each
+    call of the model. Calibration samples are not counted.
 
     Args:
         slices: number of slices that the task has to restore.
-        together: most samples in a group, of one or several slices.
+        together: most samples in a call, of one or several slices.
         samples: number of samples of each slice.
         video: True if the slices of a batch are frames of one video. A batch then has one sample of each.
     """

@@ -28,7 +28,7 @@ Row = list[Any]  # number of the task, index of the item, and a row of metrics.j
 
 
 class BatchSettings(NamedTuple):
-    """The results that a batch has, and the setting of each."""
+    """The names of the results that a batch has, and the engine's settings that make each of them."""
 
     settings: Mapping[str, str]  # for the name of each result, the name of the setting that makes it
     exact: str | None  # name of the result that others are compared with; None to compare with none
@@ -41,8 +41,8 @@ class Presets:
     several axes.
     """
 
-    counts: Sequence[int] = ()  # number of items of each unit that is made before the batches, but numbered after them
-    tried: Collection[int] = ()  # numbers of the batches that such units have made; `made` returns their samples
+    counts: Sequence[int] = ()  # number of items in each unit made before the batches, but numbered after them
+    tried: Collection[int] = ()  # numbers of batches that such units have made; see `made`
 
     def __init__(self, presets: Mapping[str, Config], exact: str | None) -> None:
         """Take the settings of each preset.
@@ -54,7 +54,7 @@ class Presets:
         self.presets, self.exact = presets, exact
 
     def run(self, queue: Queue, first: int) -> None:
-        """Make the units that precede the batches. All ranks call it.
+        """Make the units that a subclass needs before the batches; here none. All ranks call it.
 
         Args:
             queue: the job's queue.
@@ -62,7 +62,8 @@ class Presets:
         """
 
     def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
-        """Return True if the files that a unit wrote outside the store are unchanged.
+        """Return True if the files that a unit of work wrote outside the store are unchanged. A resumed job asks for
+        it.
 
         An exception, such as of a file that is missing, counts as False.
 
@@ -88,7 +89,9 @@ class Presets:
         return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
 
     def made(self, number: int, batch: Batch, settings: Sequence[str]) -> Mapping[str, Sequence[ItemSamples]]:
-        """Return the samples of each item of a batch whose number is in `tried`, for each setting.
+        """Return the samples of each item of a batch, for each setting, if they were made before the batches.
+
+        It is only called for batches whose number is in `tried`.
 
         Args:
             number: number of the batch.
@@ -98,20 +101,24 @@ class Presets:
         raise NotImplementedError("no batch is made before")
 
     def configs(self, task: int) -> Mapping[str, Config]:
-        """Return the settings that a task's results are made with, by the results' names."""
+        """Return the engine's settings that a task's results are made with, by the results' names.
+
+        Args:
+            task: index of the task.
+        """
         return self.presets
 
 
 @dataclass(frozen=True)
 class ItemResult:
-    """The results of one item, as the store keeps them."""
+    """The results of one item of a job, such as a slice, as the store keeps them."""
 
     rows: list[dict[str, Any]]  # rows of metrics.json, one for each preset
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # by names that the job chooses
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays, as of voxels, by names of the job's
 
 
 class JobResult(NamedTuple):
-    """The results of a finished job."""
+    """The results of all items of a finished job."""
 
     rows: list[Row]  # on rank 0 the rows of all items, sorted by task and index; empty on others
     bounds: list[dict[str, Any]]  # records of a bound on quality, for metrics.json; empty without a bound
@@ -123,7 +130,7 @@ class JobResult(NamedTuple):
         """Return an array of an item from the store.
 
         Args:
-            task: number of the item's task.
+            task: index of the item's task.
             index: index of the item in it.
             name: key in `ItemResult.arrays`.
         """
@@ -132,7 +139,7 @@ class JobResult(NamedTuple):
 
 
 class Job(ABC):
-    """A number of items to make, such as slices or images, in batches.
+    """The items that a command makes, such as restored slices or generated images, divided into batches.
 
     All ranks of a replica make a batch together. Its leader then judges the items and keeps their results.
     """
@@ -143,11 +150,12 @@ class Job(ABC):
     tile_steps: int = 0  # number of denoising steps of all tiles of the job, estimated; 0 if unknown
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that results depend on but that only the loaded model determines, as plain data."""
+        """Return the settings that results depend on but that only the loaded model determines, as plain data. Here
+        none."""
         return {}
 
     def begin(self, first: bool) -> None:
-        """Prepare on every rank for the batches, after the units that precede them.
+        """Prepare for the batches, after the units of work that precede them. All ranks call it.
 
         Args:
             first: True on rank 0.
@@ -155,7 +163,7 @@ class Job(ABC):
         return
 
     def watched(self, advance: Callable[[int], None]) -> None:
-        """Report progress to a function from now on.
+        """Take the function by which to report progress while batches are made. Here nothing is reported.
 
         Args:
             advance: takes the number of denoising steps that were done since its last call.
@@ -168,10 +176,14 @@ class Job(ABC):
 
     @abstractmethod
     def make(self, settings: Sequence[str], batch: Batch) -> Mapping[str, Sequence[ItemSamples]]:
-        """Make a batch with each of some settings, on all ranks of a replica.
+        """Make a batch with each of some settings of the engine, on all ranks of a replica.
 
         Return for each setting the samples of the batch's items, in order. On ranks that do not lead the replica the
         lists are empty.
+
+        Args:
+            settings: names of settings: presets, candidates of a bound on quality, or the exact run.
+            batch: the batch.
         """
 
     @abstractmethod
@@ -194,13 +206,20 @@ class Job(ABC):
         return ""
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Write the finished job's files, on rank 0. Return further keyword arguments of `session.finish`."""
+        """Write the finished job's files, on rank 0. Return further keyword arguments of `session.finish`.
+
+        Args:
+            done: the results of all items.
+        """
         return {"pictures": ()}
 
     def groups(self, quality: Quality) -> dict[int, Group]:
-        """Return the group of items of each task, by the task's number. A bound on quality chooses a setting per group.
+        """Return, by task, the group of items that a bound on quality chooses one setting for.
 
         By default there is one task, whose items are a batch each, and one group of all items.
+
+        Args:
+            quality: the bound and its candidate settings.
         """
         slices = Slices.chosen(len(self.batches), quality.slices, quality.every)
         names = {number: self.name(number) for number in range(len(self.batches))}
@@ -211,7 +230,7 @@ class Job(ABC):
         return str(number)
 
     def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
-        """Return the number of dB that a bound on quality limits, for one item. None stands for equal bits.
+        """Return the figure in dB that a bound on quality limits, for one item. None stands for equal bits.
 
         It is the PSNR against the exact run, or the PSNR lost against the truth.
 
@@ -242,7 +261,7 @@ def run_batches(
 
     Args:
         job: the job.
-        way: makes the batches.
+        way: decides which settings each batch is made with.
         replica: this rank's replica.
         output: the `OutputFolder`, which has the store.
         settings: returns all settings that results depend on; called on rank 0.
@@ -251,7 +270,7 @@ def run_batches(
     first, batches, store = replica.whole.rank == 0, job.batches, output.store
 
     def holds(number: int) -> bool:
-        """Return True unless the unit precedes the batches and its files outside the store are changed."""
+        """Return False if a unit precedes the batches and its files outside the store are changed."""
         with store.open(number) as made:
             place = number - len(batches)
             return place not in range(len(way.counts)) or way.holds(place, made)
@@ -276,14 +295,14 @@ def run_batches(
 
 
 def make_batch(job: Job, queue: Queue, way: Presets, number: int) -> Made:
-    """Make a batch, on all ranks of a replica. Return what its unit of the store holds, empty unless the rank leads.
+    """Make a batch, on all ranks of a replica. Return what the store keeps of it; nothing on ranks that do not lead.
 
     These are the results of its items, or their samples if other batches have further samples of the items.
 
     Args:
         job: the job.
         queue: the job's queue.
-        way: makes the batches.
+        way: decides which settings the batch is made with.
         number: number of the batch.
     """
     batch = job.batches[number]
@@ -302,7 +321,7 @@ def make_batch(job: Job, queue: Queue, way: Presets, number: int) -> Made:
 
 
 def put_together(job: Job, queue: Queue, way: Presets, numbers: Sequence[int]) -> Made:
-    """Judge the items whose samples are divided among several batches. Return what their unit of the store holds.
+    """Judge the items whose samples are divided among several batches. Return what the store keeps of their results.
 
     Args:
         job: the job.
@@ -352,7 +371,13 @@ class Trials(Presets):
     """
 
     def __init__(self, job: Job, quality: Quality, store: Store) -> None:
-        """Take the candidates of `quality`. The store is the job's."""
+        """Take a job and the candidate settings for it. Nothing is tried yet.
+
+        Args:
+            job: the job.
+            quality: the bound and its candidates.
+            store: the job's store.
+        """
         self.job, self.quality, self.store, self.count = job, quality, store, len(job.batches)
         self.settings, self.counts = (
             [*quality.candidates],
@@ -361,11 +386,21 @@ class Trials(Presets):
         self.groups: Mapping[int, Group] = {}
 
     def number(self, candidate: int, batch: int) -> int:
-        """Return the number of the unit that is a batch with a candidate, both given by their numbers."""
+        """Return the number, in the job's queue, of the unit of work that makes a batch with a candidate.
+
+        Args:
+            candidate: index of the candidate setting.
+            batch: number of the batch.
+        """
         return (1 + candidate) * self.count + batch
 
     def run(self, queue: Queue, first: int) -> None:
-        """Try candidates until each group has a setting, the same on all ranks. All ranks call it."""
+        """Try candidates until each group has a setting, the same on all ranks. All ranks call it.
+
+        Args:
+            queue: the job's queue.
+            first: not used.
+        """
         self.groups, whole = self.job.groups(self.quality), queue.replica.whole
         groups = self._groups()
         while trials := [(group, trial) for group in groups if (trial := group.next(self.quality)) is not None]:
@@ -383,7 +418,7 @@ class Trials(Presets):
         queue.expect(range(self.count))
 
     def _groups(self) -> list[Group]:
-        """Return every group once; several tasks may share one."""
+        """Return every group of items once; several tasks may share one."""
         return [*{id(group): group for group in self.groups.values()}.values()]
 
     @property
@@ -391,7 +426,7 @@ class Trials(Presets):
         return [group.record(self.quality) for group in self._groups()]
 
     def _setting(self, task: int) -> str:
-        """Return the name of the setting that is chosen for a task."""
+        """Return the name of the candidate setting that is chosen for a task, which is given by its index."""
         return self.settings[self.groups[task].taken]
 
     def batch_settings(self, number: int, batch: Batch) -> BatchSettings:
@@ -418,7 +453,12 @@ class Trials(Presets):
         return {self.quality.preset: self.quality.candidates[self._setting(task)]}
 
     def _make(self, trials: Sequence[tuple[Group, Trial]], queue: Queue) -> None:
-        """Make the batches of some trials, each with its candidate and the exact setting, unless the store has them."""
+        """Make the batches of some trials, each with its candidate and the exact setting, unless the store has them.
+
+        Args:
+            trials: each trial with the group of items that it is for.
+            queue: the job's queue.
+        """
         wanted = {
             (batch, candidate)
             for group, trial in trials
@@ -430,14 +470,24 @@ class Trials(Presets):
         queue.run({number: partial(self._try, queue, number) for number in numbers})
 
     def _try(self, queue: Queue, number: int) -> Made:
-        """Make one batch with one candidate, by the unit's number. Return what the store keeps of it."""
+        """Make one batch with one candidate setting. Return what the store keeps of it.
+
+        Args:
+            queue: the job's queue.
+            number: number of the unit of work, which says both.
+        """
         candidate, place = divmod(number - self.count, self.count)
         batch = self.job.batches[place]
         queue.bar.begin(batch.size, self.job.steps(batch))
         return packed(batch, self.job.make([self.settings[candidate]], batch))
 
     def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
-        """Return the quality and bytes of each item of a trial, by its place in the group."""
+        """Return the quality and bytes of each item of a trial, by its place in the group.
+
+        Args:
+            group: the group of items.
+            trial: the candidate that was tried, and the items.
+        """
         setting, exact = self.settings[trial.candidate], self.quality.exact
         tried = [(n, *one) for n in group.batches_of(trial.slices) for one in enumerate(group.batches[n])]
         of_items = by_key((place, (number, at)) for number, at, place in tried)

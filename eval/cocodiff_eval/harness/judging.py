@@ -52,7 +52,7 @@ MOST_SHELLED = 2**22  # most voxels of a volume for its shell correlation, which
 
 
 def encode_picture(picture: Picture, plan: PicturePlan) -> str:
-    """Return a slice's pictures as JSON for the report.
+    """Return a slice's pictures as JSON text, which the report embeds.
 
     Args:
         picture: what is shown of the slice.
@@ -62,7 +62,9 @@ def encode_picture(picture: Picture, plan: PicturePlan) -> str:
 
 
 def slices_of_report(plan: PicturePlan, rows: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    """Return (task, index) of each slice that the report shows: those of the plan, and those with the lowest PSNR.
+    """Return (index of the task, index of the slice) of each slice that the report shows.
+
+    They are those of the plan, and those with the lowest PSNR.
 
     Args:
         plan: names the slices that are shown in any case, and the number of further ones.
@@ -89,7 +91,7 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, ResultF
     grey |= {f"{preset}: {told}": files[preset + end].read for preset, end, told in ends if preset + end in files}
 
     def width(preset: str, index: int) -> np.ndarray:
-        """Return half the width of a slice's 90 % intervals, in the input's units."""
+        """Return half the width of a slice's 90 % intervals, [Y, X] in the input's units."""
         return half_width([files[preset + end].read(index) for end in BOUNDS], task.mask.read(index), task.scale)
 
     uncertainty = {f"{one}: uncertainty": partial(width, one) for one in presets if one + BOUNDS[0] in files}
@@ -99,10 +101,10 @@ def shown_volume(task: Task, presets: Sequence[str], files: Mapping[str, ResultF
 def jumps(
     task: Task, presets: Sequence[str], files: Mapping[str, ResultFile], progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return the entries of `jumps` in metrics.json: for each preset the `slice_jump` of a volume.
+    """Return the entries of `jumps` in metrics.json: for each preset, how much neighbouring slices of a volume differ.
 
-    Small volumes also have the shell correlation. The list is empty if the truth is unknown or the stack has too few
-    slices.
+    An entry has `slice_jump`: the mean difference of neighbouring slices divided by that of the truth. Small volumes
+    also have the shell correlation. The list is empty if the truth is unknown or the stack has too few slices.
 
     Args:
         task: the volume and its mask.
@@ -133,7 +135,11 @@ def jumps(
 
 @dataclass(frozen=True)
 class SliceReview:
-    """One slice of a task, with all that is needed to restore it and to judge the result."""
+    """One slice of a task (a stack under a mask), with all that is needed to restore it and to judge the result.
+
+    `hidden_YX` is True for known voxels that calibration samples hide too, so that errors are known there. It is all
+    False if none can be hidden, and None if the slice is to have no intervals of its own.
+    """
 
     task: Task
     index: int  # index of the slice in the task
@@ -147,13 +153,14 @@ class SliceReview:
 
     @cached_property
     def hides(self) -> bool:
-        """True if at least FEWEST_HIDDEN finite voxels are hidden, so that calibration samples are of use."""
+        """True if enough finite voxels are hidden to calibrate intervals (FEWEST_HIDDEN), so that calibration samples
+        are of use."""
         hidden_YX = self.hidden_YX
         return hidden_YX is not None and int((hidden_YX & np.isfinite(self.original_YX)).sum()) >= FEWEST_HIDDEN
 
     @cached_property
     def unknown_YX(self) -> np.ndarray:
-        """The voxels that calibration samples restore: the mask and the hidden voxels, boolean."""
+        """The voxels that calibration samples restore: the masked and the hidden ones, boolean [Y, X]."""
         return self.mask_YX if self.hidden_YX is None else self.mask_YX | self.hidden_YX
 
     def given(self, test: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +175,7 @@ class SliceReview:
         return self._given[test]
 
     def intervals(self, tested: Moments | None) -> Intervals | None:
-        """Return the intervals for the slice's masked voxels, calibrated by the errors at its hidden voxels.
+        """Return the intervals around the slice's restored voxels, calibrated by the errors at its hidden voxels.
 
         They are without ends if too few voxels are hidden. Return None if the slice is to have no intervals of its own.
 
@@ -183,9 +190,9 @@ class SliceReview:
         return found.at(depth_in(self.mask_YX))
 
     def errors(self, tested: Moments | None) -> np.ndarray:
-        """Return the errors at P hidden voxels, of the model and of the M methods of IN_SLICES.
+        """Return the errors at the slice's P hidden voxels, of the model and of the M methods of IN_SLICES.
 
-        They are normalised. P is 0 if the slice has no calibration samples.
+        They are normalised. P is 0 if the slice has no calibration samples. `outcome_of_slices` compares them.
 
         Args:
             tested: mean and spread of the calibration samples; None if there are none.
@@ -209,22 +216,35 @@ class SliceReview:
         return self.task.truth.read(self.index) if self.task.truth is not None else None
 
     def native(self, run: ItemSamples) -> np.ndarray:
-        """Return the restored slice in the input's dtype, equal to the input outside the mask."""
+        """Return the restored slice in the input's dtype, equal to the input outside the mask.
+
+        Args:
+            run: its samples, of which the mean is taken.
+        """
         return compose_native(self.original_YX, run.restored01_YX, self.mask_YX, self.task.scale)
 
     def psnr_db(self, run: ItemSamples) -> float | None:
-        """Return the PSNR in dB under the mask against the truth; None if it is unknown or all known voxels are equal.
+        """Return the PSNR in dB of the restored slice under the mask, against the truth.
 
-        The samples' mean is first rounded to the input's dtype, as in the result.
+        It is None if the truth is unknown or all known voxels are equal. The samples' mean is first rounded to the
+        input's dtype, as in the result.
+
+        Args:
+            run: its samples, of which the mean is taken.
         """
         if self.truth_YX is None:
             return None
         return masked_psnr_db(self.task.scale, self.truth_YX, self.native(run), self.mask_YX)
 
     def psnr_vs_exact_db(self, exact: ItemSamples, run: ItemSamples) -> float | None:
-        """Return the PSNR in dB under the mask against the exact run, before rounding to the input's dtype.
+        """Return the PSNR in dB of the slice under the mask against the exact run, before rounding to the input's
+        dtype.
 
         Return None if all bits are equal.
+
+        Args:
+            exact: its samples in the exact run.
+            run: the samples to judge.
         """
         exact_YX, restored_YX = (self.task.scale.denormalise(one.restored01_YX) for one in (exact, run))
         return distance_db(self.task.scale, exact_YX, restored_YX, self.mask_YX)
@@ -237,7 +257,7 @@ class SliceReview:
         return self.task.scale.denormalise(biharmonic(*self.given(False)))
 
     def picture(self, presets: Sequence[str], native: Mapping[str, np.ndarray]) -> Picture:
-        """Return what the report shows of the slice.
+        """Return what the report shows of the slice: the input, mask, truth, results and uncertainty.
 
         Args:
             presets: names of the presets.
@@ -274,19 +294,19 @@ def judge_slice(
     samples: int,
     intervals: Mapping[str, Intervals],
 ) -> ItemResult:
-    """Return a slice's results: a row of metrics.json for each mode, and arrays by the names of their files.
+    """Return a slice's results: a row of metrics.json for each preset, and arrays by the names of their files.
 
-    For each mode the arrays are the mean, the standard deviation of several samples, each sample if these are kept, and
-    the ends of intervals. They are in the input's dtype, but the standard deviation is float32. Each row also has the
-    quality of the biharmonic method.
+    For each preset the arrays are the mean, the standard deviation of several samples, each sample if these are kept,
+    and the ends of intervals. They are in the input's dtype, but the standard deviation is float32. Each row also has
+    the quality of the biharmonic method.
 
     Args:
         seen: the slice.
-        modes: names of the modes whose results are kept: the presets.
+        modes: names of the presets, whose results are kept.
         exact: the exact run's samples to compare with; None to compare with none.
-        drawn: the slice's samples in each mode.
+        drawn: the slice's samples by preset, and by the exact run's name.
         samples: number of samples that the mean is of.
-        intervals: calibrated intervals of each mode that has any.
+        intervals: calibrated intervals of each preset that has any.
     """
     task, mask_YX, scale = seen.task, seen.mask_YX, seen.task.scale
     rows: list[dict[str, Any]] = []
@@ -338,7 +358,10 @@ def judge_slice(
 
 
 def outcome_of_slices(task: Task, errors: Sequence[np.ndarray]) -> Outcome:
-    """Compare the slices of a task, each restored by itself, with the best method without a model. Return the verdict.
+    """Return the outcome of a task whose slices are restored each by itself: whether the model beats the best simple
+    method.
+
+    Simple methods, those of IN_SLICES, need no model. All are compared by their errors at hidden voxels.
 
     Args:
         task: gives the number of the mask's parts.
@@ -357,7 +380,7 @@ def outcome_of_slices(task: Task, errors: Sequence[np.ndarray]) -> Outcome:
 
 
 def save_previews(task: Task, files: Mapping[str, ResultFile], presets: Sequence[str], folder: Path) -> None:
-    """Save a few restored slices of a task as PNG in `folder`.
+    """Save a few restored slices of a task as PNG files.
 
     Args:
         task: the stack and its mask.

@@ -53,11 +53,11 @@ def partition_of(
     compares: bool = True,
     calls: int | None = None,
 ) -> Partition:
-    """Return the partition of the ranks for a job, the same on every rank.
+    """Return the division of a job's ranks into replicas and parts for guidance, the same on every rank.
 
     If a preset is lossy, at least two ranks share an image. A model unknown to the planner has one replica unless the
-    option gives more. The guidance is for presets whose `guidance_parallel` is auto. If the planner has a choice, rank
-    0 prints what was chosen and why, in a dry run also memory and time.
+    option gives more. Parts for guidance are for presets whose `guidance_parallel` is auto. If the planner has a
+    choice, rank 0 prints what was chosen and why, in a dry run also memory and time.
 
     Raise UserError for given numbers that the ranks do not allow, and if no partition fits the machine's memory. Raise
     it also if an image's bits would depend on the replica that makes it.
@@ -109,6 +109,11 @@ def with_guidance(presets: Mapping[str, Config], partition: Partition, request: 
     """Return the presets with `guidance_parallel` set to the partition's number of parts for guidance.
 
     In a run with guidance, presets that give a number themselves keep it.
+
+    Args:
+        presets: settings by the presets' names.
+        partition: the division of the ranks.
+        request: the model, which tells if the run has guidance.
     """
     two, chosen = guides(request), partition.guidance
     return {
@@ -126,7 +131,8 @@ def with_weights(
     batch: int = 1,
     **_: Any,
 ) -> dict[str, Config]:
-    """Return the presets with `weights: auto` replaced by what the ranks' memory allows. Rank 0 prints what is shared.
+    """Return the presets with `weights: auto` replaced by what the ranks' memory allows. Rank 0 prints what ranks
+    share.
 
     Weights are whole on a CPU, and if memory or model are unknown. Otherwise these presets are treated as the one that
     needs most memory, as all share one model. Each keeps as much of its codec's state as fits.
@@ -161,9 +167,16 @@ def with_weights(
 def sequence_of(
     values: dict[str, Any], request: Request, partition: Partition, ranks: int
 ) -> tuple[Topology, AttentionWork]:
-    """Return the topology of the first ranks that share a sequence, and the number and width of attention heads.
+    """Return the places of the first ranks that share a sequence, and the number and width of attention heads.
 
-    Raise UserError, naming `--quality`, if the transformer's config does not give its heads.
+    They are for `Quality.for_links`. Raise UserError, naming `--quality`, if the transformer's config does not give its
+    heads.
+
+    Args:
+        values: options by name, of which `machine` is read.
+        request: the model.
+        partition: the ranks' partition.
+        ranks: number of all ranks.
     """
     from cocodiff.engine.assemble import AttentionWork
 
@@ -199,7 +212,8 @@ def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | Non
 
 
 def guides(request: Request) -> bool:
-    """Return True if the run has two branches of classifier-free guidance, by the model's pipeline and the scale."""
+    """Return True if the run has two branches of classifier-free guidance, by the model's pipeline and the guidance
+    scale."""
     if request.own is not None or request.index.get("is_distilled"):
         return False
     pipelines = request.pipelines
@@ -213,7 +227,7 @@ def guides(request: Request) -> bool:
 def cases_of(
     values: dict[str, Any], request: Request, presets: Sequence[Config], ranks: int, batch: int, steps: int
 ) -> list[Case]:
-    """Return the planner's case of one call of the pipeline on all ranks, for each preset.
+    """Return the planner's description of one call of the pipeline on all ranks, for each preset.
 
     It follows from the model's config files. The prompt is taken to have the largest number of tokens.
 
@@ -244,6 +258,11 @@ def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: 
     """Return the presets with the number of tokens of the job's images, by which the engine chooses meshes.
 
     They are returned unchanged if a rate of the machine is unknown, or the model is unknown to the planner.
+
+    Args:
+        presets: settings by the presets' names.
+        values: options by name, as of `partition_of`.
+        request: the model.
     """
     if load_machine(values["machine"]).missing_rates or not is_planned(request):
         return dict(presets)
@@ -252,7 +271,14 @@ def with_tokens(presets: Mapping[str, Config], values: dict[str, Any], request: 
 
 
 def shape_and_tokens(values: dict[str, Any], request: Request) -> tuple[ModelShape, int]:
-    """Return the shape of the model and the number of tokens of an image or video. Import the pipeline's class."""
+    """Return the sizes of the model's transformer, and the number of tokens of an image or video.
+
+    The pipeline's class is imported. Sizes are read from the model's config files.
+
+    Args:
+        values: options by name, as of `image_tokens`.
+        request: the model.
+    """
     import_pipeline(request)  # the shape is that of the pipeline's transformer
     from cocodiff.jobs.model_shapes import shape_of_folder
 
@@ -270,7 +296,7 @@ def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: Mo
         values: options by name: height, width, frames and tile.
         request: the model.
         path: the transformer's config.json.
-        shape: the shape of the transformer.
+        shape: the sizes of the transformer.
     """
     model = request.model
     if request.task == INPAINT and request.own is None:
@@ -289,7 +315,11 @@ def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: Mo
 
 
 def own_latents(path: Path) -> int:
-    """Return the side in latent pixels of the images that the model is made for, by the transformer's config.json."""
+    """Return the side in latent pixels of the images that a model is made for.
+
+    Args:
+        path: the transformer's config.json.
+    """
     side = read_json(path).get("sample_size")
     return side if isinstance(side, int) else OWN_SIDE
 
@@ -313,7 +343,7 @@ def vae_factor(model: str) -> int:
 
 
 def dry_lines(choice: Choice, calls: int | None = None) -> list[str]:
-    """Return a dry run's lines about memory and predicted time of the partition that was taken.
+    """Return a dry run's lines about memory and predicted time of the partition that the planner chose.
 
     Args:
         choice: the planner's choice.

@@ -21,7 +21,7 @@ TRIES = 50  # times the side of a patch: number of places that are tried for one
 
 
 class Patches(NamedTuple):
-    """N square patches and which of their voxels are known."""
+    """N square patches of volumes, and which of their voxels are known."""
 
     image01_NHW: np.ndarray  # float16 in [0, 1]; 0.5 for unknown voxels
     known_NHW: np.ndarray  # boolean
@@ -31,7 +31,7 @@ class Patches(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The division of a volume into a part to train on and a part that is held out."""
+    """The division of a volume into a part to train on and a part that is held out to check the training."""
 
     axis: int  # index of the axis (z, y, x) across which the volume is cut
     train: range  # indices along the axis that patches to train on are from
@@ -39,7 +39,8 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, task: Task, side: int) -> Split:
-        """Divide a task's volume so that the held-out part can hold a patch. Raise UserError if it is too small.
+        """Return the division of a task's volume whose held-out part can hold a patch. Raise UserError if it is too
+        small.
 
         The last eighth of the slices is held out. As many slices before it are not used, as they resemble it. With
         fewer than 16 slices, the last eighth of the slices' longer side is held out instead, but at least `side`.
@@ -68,19 +69,20 @@ class Split(NamedTuple):
 def cut_patches(
     tasks: Sequence[Task], side: int, counts: tuple[int, int], seed: Sequence[int], progress: Progress
 ) -> tuple[Patches, Patches]:
-    """Return patches to train on and held-out patches, in this order. Volumes have shares by their size.
+    """Cut patches from volumes at random places. Return patches to train on and held-out patches, in this order.
 
-    Patches lie in slices along z and, if a volume is as deep as a patch, along y and x. Up to a third of them are
-    reduced from two or four times the side, as the coarse levels of a restoration are. No more than `side` slices are
-    in memory.
+    Volumes have shares by their size. Patches lie in slices along z and, if a volume is as deep as a patch, along y and
+    x. Up to a third of them are reduced from two or four times the side, as the coarse levels of a restoration are. No
+    more than `side` slices are in memory.
 
     Raise UserError if a volume is too small, or if too little of it is known.
 
     Args:
         tasks: the volumes, with masks of unknown voxels.
         side: side of a patch in voxels.
-        counts: about how many patches there are to be of either kind; each volume has at least one of each.
-        seed: of the random places.
+        counts: about how many patches to train on and to hold out there are to be; each volume has at least one of
+            each.
+        seed: seed of the random places.
         progress: shows the progress of reading.
     """
     splits = [Split.of(task, side) for task in tasks]
@@ -103,11 +105,12 @@ def _of_volume(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield `count` patches of a volume, each as image and known voxels, from slabs of slices all over it.
 
-    Raise UserError if too little of a slab is known.
+    Images are float16 in [0, 1], known voxels boolean, [side, side] each. Raise UserError if too little of a slab is
+    known.
 
     Args:
         task: the volume.
-        axis: index of the axis that `within` limits.
+        axis: index of the axis that `within` limits: 0, 1, 2 for z, y, x.
         within: indices along it that patches are from.
         side: side of a patch in voxels.
         count: number of patches.
@@ -138,7 +141,14 @@ def _of_volume(
 
 
 def _read(task: Task, indices: range, sides: Sequence[range], progress: Progress) -> tuple[np.ndarray, np.ndarray]:
-    """Return a box of a volume as float16 [Z, Y, X] in [0, 1], 0.5 for unknown voxels, and which are known, boolean."""
+    """Return a box of a volume as float16 [Z, Y, X] in [0, 1], 0.5 for unknown voxels, and which are known, boolean.
+
+    Args:
+        task: the volume.
+        indices: the slices along z.
+        sides: the rows, and the columns.
+        progress: shows the progress of reading.
+    """
     rows, columns = (slice(one.start, one.stop) for one in sides)
     images, known = [], []
     for index in progress(indices, f"reading {task.stack.name}"):
@@ -152,9 +162,15 @@ def _read(task: Task, indices: range, sides: Sequence[range], progress: Progress
 def _draw(
     image01_ZYX: np.ndarray, known_ZYX: np.ndarray, side: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return a patch at a random place and of a random size, reduced to `side`: its image and which voxels are known.
+    """Return a patch at a random place, of a random size that is reduced to `side`: its image and its known voxels.
 
     Return None if too little of it is known.
+
+    Args:
+        image01_ZYX: a box of a volume, in [0, 1].
+        known_ZYX: True for its known voxels.
+        side: side of the patch in voxels.
+        generator: draws place and size.
     """
     axis = int(generator.choice([axis for axis in range(3) if min(np.delete(image01_ZYX.shape, axis)) >= side]))
     at = int(generator.integers(image01_ZYX.shape[axis]))

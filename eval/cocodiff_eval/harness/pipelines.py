@@ -55,11 +55,11 @@ MAY_BE_ABSENT = (*TEXT_PARTS, *UNUSED_PARTS, *EXPERTS[1:])  # parts that a model
 
 @dataclass(frozen=True)
 class Request:
-    """The model that a command asks for, and what for."""
+    """The model that a command asks for, with its prompts, and the task that it is for."""
 
     model: str  # "embedded", a folder, or an id of the hub
     task: str  # INPAINT or GENERATE
-    prompts: Sequence[str] = ("",)
+    prompts: Sequence[str] = ("",)  # prompts of the images or videos; "" for none
     guidance: float | None = None  # guidance scale; None for the pipeline's default
     guidance_2: float | None = None  # guidance scale of a second expert; None for that of the first
     image: str | None = None  # file of a video's first frame; None for videos from text alone
@@ -69,7 +69,7 @@ class Request:
     def index(self) -> dict[str, Any]:
         """The content of `model_index.json`, with `_class_name` as text. Raises UserError if it is no JSON object.
 
-        The embedded model has none.
+        The embedded model has no such file, so this is not read of it.
         """
         index = read_json(model_file(self.model, INDEX))
         return index | {"_class_name": str(index.get("_class_name") or "")}
@@ -99,13 +99,14 @@ class Request:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The prompts, and a checksum of the image's file, as plain data that results depend on."""
+        """The prompts, and a checksum of the image's file, as plain data. Results depend on them, so a resumed job
+        compares them."""
         image = {} if self.image is None else {"image": zlib.crc32(Path(self.image).read_bytes())}
         return {"prompts": list(self.prompts or ("",))} | image
 
     @property
     def pipeline(self) -> str:
-        """The name of diffusers' class to load. Raises UserError if there is none for the task."""
+        """The name of diffusers' pipeline class to load. Raises UserError if there is none for the task."""
         task = GENERATE if self.keeps_known else self.task
         return self.pipelines.of_task(task, self.model, self.image is not None)
 
@@ -114,7 +115,7 @@ class Request:
 class Model:
     """A loaded pipeline on its device, without text encoders, and its prompts' embeddings."""
 
-    name: str  # as the request gives it
+    name: str  # name of the model, as the request gives it
     pipe: Any  # diffusers' pipeline
     prompts: list[Embeddings]  # embeddings of each prompt, for one image
     fixed: dict[str, Any]  # arguments of every call, such as the guidance scale
@@ -130,7 +131,7 @@ class Model:
 
 
 def repeated(embeddings: Embeddings, batch: int) -> Embeddings:
-    """Return the embeddings of one image repeated for `batch` images."""
+    """Return the embeddings of a prompt for `batch` images, each row or list repeated, from those of one image."""
     return {
         name: row * batch if isinstance(row, list) else row.repeat(batch, *[1] * (row.ndim - 1))
         for name, row in embeddings.items()
@@ -138,7 +139,11 @@ def repeated(embeddings: Embeddings, batch: int) -> Embeddings:
 
 
 def own_weights(model: str) -> Path | None:
-    """Return the folder of the embedded model's weights, or of a model trained from it; None for any other model."""
+    """Return the folder of the embedded model's weights, or of a model trained from it; None for any other model.
+
+    Args:
+        model: the model's name: "embedded", a folder, or an id of the hub.
+    """
     folder = WEIGHTS if model == EMBEDDED else Path(model)
     return folder if is_there(folder / OWN_VAE) else None
 
@@ -153,9 +158,9 @@ def check_model(request: Request, ranks: int, weights: bool = True) -> None:
     option that the model does not support, and for more ranks than an image has tokens.
 
     Args:
-        request: the model and the options.
+        request: the model, its task and options.
         ranks: number of ranks that share an image.
-        weights: False if the folder need not hold weights.
+        weights: False if the folder need not hold weights, as in a dry run.
     """
     name, own = request.model, request.own
     if own is not None:
@@ -234,15 +239,19 @@ def read_image(path: str) -> Any:
 
 
 def encoders_of(index: dict[str, Any]) -> list[str]:
-    """Return the names of the text encoders that a model has by its index, such as "text_encoder_2"."""
+    """Return the names of the text encoders that a model has, such as "text_encoder_2".
+
+    Args:
+        index: content of the model's `model_index.json`.
+    """
     return [part for part in TEXT_PARTS if part.startswith("text_encoder") and _is_named(index, part)]
 
 
 def _is_named(index: dict[str, Any], part: str) -> bool:
-    """Return True if the model has a part: its index then names [library, class], else it has [null, null] or nothing.
+    """Return True if a model has a part. Its index then names [library, class]; else it has [null, null] or nothing.
 
     Args:
-        index: content of `model_index.json`.
+        index: content of the model's `model_index.json`.
         part: name of the part, such as "vae".
     """
     named = index.get(part)
@@ -253,6 +262,9 @@ def transformer_config(name: str) -> Path:
     """Return the path of the config.json of a model's transformer, which may be missing in a folder.
 
     Raise UserError as `model_file` does.
+
+    Args:
+        name: the model's name: "embedded", a folder, or an id of the hub.
     """
     own = own_weights(name)
     return own / "config.json" if own is not None else model_file(name, "transformer/config.json")
@@ -278,7 +290,12 @@ def model_file(name: str, file: str) -> Path:
 
 
 def _fetched(name: str, file: str) -> Path:
-    """Fetch a file of a model from the hub. Return the path of its copy. Raise UserError if that fails."""
+    """Fetch a file of a model from the Hugging Face hub. Return the path of its copy. Raise UserError if that fails.
+
+    Args:
+        name: id of the model.
+        file: path of the file in it.
+    """
     from huggingface_hub import hf_hub_download
 
     try:
@@ -291,7 +308,7 @@ def _fetched(name: str, file: str) -> Path:
 def import_pipeline(request: Request) -> None:
     """Import the pipeline's class and all it needs, before ranks are forked, so that they share the memory.
 
-    `scipy.stats` is only executed when it is first used.
+    `scipy.stats`, which schedulers import, is only executed when it is first used.
     """
     import_late("scipy.stats")  # a tenth of the start; schedulers import it and use it for one kind of schedule
     _pipeline_class(request)
@@ -323,8 +340,9 @@ def load_model(
     Args:
         request: the model.
         dtype: "fp32", "bf16" or "fp16".
-        transport: of all ranks.
-        split: splits the weights of the transformers that it is given, before they are moved to the device.
+        transport: this rank's connection to all other ranks.
+        split: splits the weights of the transformers that it is given among ranks, before they are moved to the device;
+            None to keep all on each.
     """
     import torch
     from torch.utils._pytree import tree_map
@@ -349,7 +367,8 @@ def load_model(
 def _load_on_ranks(
     request: Request, dtype: str, wanted: Any, transport: Any
 ) -> tuple[Any, list[Embeddings], dict[str, Any]]:
-    """Return the pipeline, still on the CPU, the embeddings of each prompt, and the arguments of all calls.
+    """Load a pipeline other than the embedded model's. Return the pipeline, still on the CPU, the embeddings of each
+    prompt, and the arguments of all its calls.
 
     All ranks call it. Rank 0 loads first, so that files are downloaded once. It alone encodes the prompts.
 
@@ -357,7 +376,7 @@ def _load_on_ranks(
         request: the model, not the embedded one.
         dtype: name of the dtype, for messages.
         wanted: torch's dtype.
-        transport: of all ranks.
+        transport: this rank's connection to all other ranks.
     """
     first = transport.rank == 0
     pipe = _load_denoiser(request, wanted) if first else None
@@ -381,7 +400,12 @@ def _load_on_ranks(
 
 
 def _load_denoiser(request: Request, dtype: Any) -> Any:
-    """Return the pipeline without its text encoders. Raise UserError if its parts do not fit together."""
+    """Load a pipeline without its text encoders. Raise UserError if its parts do not fit together.
+
+    Args:
+        request: the model.
+        dtype: torch's dtype.
+    """
     import diffusers
 
     model, kind = request.model, request.index["scheduler"][1]
@@ -425,12 +449,13 @@ def _encode_prompts(request: Request, denoiser: Any, dtype: Any, transport: Any)
 
 
 def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any:
-    """Load a pipeline. Raise UserError if that fails.
+    """Load a pipeline by diffusers. Raise UserError if that fails.
 
     Args:
         request: the model.
         dtype: torch's dtype.
-        parts: parts that are used as they are, or left out if None; all others are read from the model's files.
+        parts: by name, parts that are used as they are, or left out if None; all others are read from the model's
+            files.
     """
     import diffusers
 
@@ -445,7 +470,7 @@ def _from_pretrained(request: Request, dtype: Any, parts: dict[str, Any]) -> Any
 
 
 def _load_encoder(request: Request, part: str, dtype: Any) -> Any:
-    """Load one encoder of a model. Raise UserError if its weights lack tensors.
+    """Load one text or image encoder of a model. Raise UserError if its weights lack tensors.
 
     The pipeline's own loading would fill those with random values.
 
@@ -476,10 +501,11 @@ def _load_encoder(request: Request, part: str, dtype: Any) -> Any:
 
 @contextmanager
 def _loading(model: str) -> Iterator[None]:
-    """Turn every exception of the block, in which libraries read a model's files, into a UserError of one line.
+    """Turn every exception of the `with` block into a UserError of one line. Libraries read a model's files in the
+    block.
 
     Args:
-        model: what the error names.
+        model: name of the model, for the error.
     """
     try:
         yield
@@ -492,7 +518,7 @@ def _loading(model: str) -> Iterator[None]:
 
 
 def _pipeline_class(request: Request) -> Any:
-    """Import diffusers and return the pipeline's class. Raise UserError if there is none for the task."""
+    """Import diffusers and return the class of the pipeline to load. Raise UserError if there is none for the task."""
     return getattr(import_diffusers(), request.pipeline if request.own is None else OWN_PIPELINE)
 
 
@@ -507,7 +533,8 @@ def _one_line(error: Exception) -> str:
 def encode(pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool, device: Any) -> list[Embeddings]:
     """Return the embeddings of each prompt, on the CPU, by the pipeline's own `encode_prompt`.
 
-    Raise UserError if the text encoders fail or give numbers that are not finite.
+    Embeddings are arguments of a pipeline call, by name. Raise UserError if the text encoders fail or give numbers that
+    are not finite.
 
     Args:
         pipelines: the names of the embeddings and further arguments of `encode_prompt`.
@@ -529,7 +556,14 @@ def encode(pipelines: Pipelines, pipe: Any, prompts: Sequence[str], guided: bool
 
 
 def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) -> Embeddings:
-    """Return the embeddings of one prompt on the CPU, by their names as arguments. Raise UserError as `encode` does."""
+    """Return the embeddings of one prompt on the CPU, by their names as arguments. Raise UserError as `encode` does.
+
+    Args:
+        pipelines: the names of the embeddings and further arguments of `encode_prompt`.
+        pipe: the pipeline with its text encoders.
+        prompt: the prompt.
+        device: the device to encode on.
+    """
     import torch
     from torch import Tensor
     from torch.utils._pytree import tree_leaves, tree_map
@@ -552,10 +586,11 @@ def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) ->
 
 
 def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
-    """Return zero embeddings for a pipeline saved without text encoders, of the negative prompt too if it takes one.
+    """Return zero embeddings in place of a prompt's, for a pipeline saved without text encoders.
 
-    They have as many tokens as the pipeline gives every prompt, or one token if that is unknown. Raise UserError if the
-    transformer's config does not give the width of embeddings.
+    If the pipeline takes a negative prompt, its embeddings are there too. They have as many tokens as the pipeline
+    gives every prompt, or one token if that is unknown. Raise UserError if the transformer's config does not give the
+    width of embeddings.
 
     Args:
         pipelines: the names of the embeddings.

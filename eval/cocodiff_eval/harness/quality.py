@@ -69,7 +69,8 @@ class Bound:
 
     @classmethod
     def parse(cls, text: str) -> Bound:
-        """Parse `--quality`: "50dB" is a PSNR against the exact run, "0.3dB" a loss against the truth.
+        """Return the bound that `--quality` asks for: "50dB" is a PSNR against the exact run, "0.3dB" a loss against
+        the truth.
 
         Raise UserError for other text, and for figures that are neither below 5 dB nor from 20 to 200 dB.
         """
@@ -103,9 +104,12 @@ class Bound:
         return 1 if self.against == "exact" else 3
 
     def with_margin(self, margin_db: float) -> Bound:
-        """Return the bound that is stricter by a margin in dB.
+        """Return a stricter bound, from which settings are chosen if few slices are checked.
 
         The margin is added to a PSNR. It divides a loss by 10 per 20 dB, since a loss grows with the size of errors.
+
+        Args:
+            margin_db: the margin in dB.
         """
         if self.against == "exact":
             return Bound(self.db + margin_db, "exact")
@@ -122,12 +126,12 @@ class Bound:
         return figure >= self.db if self.against == "exact" else figure <= self.db
 
     def worst(self, figures: Mapping[int, float | None]) -> tuple[int, float] | None:
-        """Return the slice that breaks the bound most, or is nearest to that, and its figure in dB.
+        """Return the slice that breaks the bound most, or is nearest to that: its key and its figure in dB.
 
         Return None if all slices equal the exact run, or none is given.
 
         Args:
-            figures: the figure of each slice, as `keeps` takes it.
+            figures: by any key for a slice, its figure, as `keeps` takes it.
         """
         there = [(key, figure) for key, figure in figures.items() if figure is not None]
         return min(there, key=lambda one: one[1] if self.against == "exact" else -one[1], default=None)
@@ -150,12 +154,14 @@ class Slices:
 
     @classmethod
     def chosen(cls, count: int, first: int, every: int, compared: Sequence[int] = ()) -> Slices:
-        """Choose the slices of a group of `count` that settings are tried and checked on.
+        """Choose the slices of a group on which settings are tried, and those on which the chosen setting is checked.
 
         Args:
+            count: number of slices in the group.
             first: number of slices to try settings on: the first of the group.
             every: every n-th slice is checked.
-            compared: slices that are checked besides, as the job compares them with the exact run in any case.
+            compared: indices of slices that are checked besides, as the job compares them with the exact run in any
+                case.
         """
         calibration = range(min(first, count))
         return cls(count, tuple(calibration), tuple(sorted({*calibration, *range(0, count, every), *compared})))
@@ -167,7 +173,7 @@ class Slices:
 
 
 def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) -> Trial | int:
-    """Return the next trial, or the index of the candidate that is chosen.
+    """Return the next trial of a group, or the index of the candidate setting that is chosen for it.
 
     Candidates are ordered from the cheapest to the exact one, which is never tried. Bisection finds the cheapest one
     that keeps the bound with its margin on the calibration slices. From it on, each is tried on the checked slices
@@ -182,7 +188,12 @@ def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) 
     needed = bound.with_margin(slices.margin_db)
 
     def keeps(candidate: int, of: Sequence[int]) -> bool | None:
-        """Return True if a candidate keeps the bound on all slices `of`; None if one was not yet tried with it."""
+        """Return True if a candidate keeps the bound on all of some slices; None if one was not yet tried with it.
+
+        Args:
+            candidate: index of the candidate.
+            of: indices of the slices.
+        """
         known = figures.get(candidate, {})
         return all(needed.keeps(known[one]) for one in of) if all(one in known for one in of) else None
 
@@ -206,7 +217,7 @@ def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) 
 class Quality:
     """The request of `--quality`: a bound, and the candidate settings that it chooses among."""
 
-    bound: Bound
+    bound: Bound  # the bound
     slices: int  # number of slices or images of a group on which candidates are tried
     every: int  # every n-th slice or image is checked against the exact run
     preset: str  # the preset that candidates are made of; results have its name
@@ -216,7 +227,7 @@ class Quality:
 
     @classmethod
     def asked(cls, values: dict[str, Any]) -> Quality | None:
-        """Return the request that options make; None without `--quality`.
+        """Return the bound and the candidate settings that options ask for; None without `--quality`.
 
         Write the default preset to `values["preset"]` if none is given. Raise UserError if the options do not fit
         together: several presets, no exact run, a preset that leaves tokens out, or an option that candidates set.
@@ -251,7 +262,12 @@ class Quality:
         return asked._with(changes)
 
     def _with(self, changes: dict[str, dict[str, Any]]) -> Quality:
-        """Return the request with other candidates, given by their names and further settings."""
+        """Return the request with other candidate settings.
+
+        Args:
+            changes: by the candidate's name, the settings that it adds to the preset; from the cheapest to the exact
+                one.
+        """
         make = partial(engine_record().preset, self.preset, **self.settings)
         candidates = {name: make(**change) for name, change in changes.items()}
         assert [*candidates.values()][-1].exact, f"the last setting of the ladder is exact, on top of {self.preset} too"
@@ -265,7 +281,7 @@ class Quality:
 
         Args:
             topology: the places of these ranks.
-            work: the model's heads.
+            work: the number and width of the model's attention heads.
         """
         if self.caches:
             return self
@@ -288,7 +304,8 @@ class Quality:
 
     @property
     def presets(self) -> dict[str, Config]:
-        """The presets for code that knows of no candidates: the preset's name with the cheapest candidate."""
+        """The presets for code that knows of no candidates: only the preset's name, with the settings of the cheapest
+        candidate."""
         return {self.preset: next(iter(self.candidates.values()))}
 
     def line(self, unit: str) -> str:
@@ -307,7 +324,10 @@ class Quality:
         )
 
     def lasting(self) -> dict[str, Any]:
-        """Return the parts of the request that results depend on, as plain data."""
+        """Return the bound and all settings of the candidates, as plain data. Results depend on them.
+
+        A job that is resumed compares them with those that it was begun with.
+        """
         candidates = [{"name": name, **lasting(config)} for name, config in self.candidates.items()]
         return {"bound": str(self.bound), "slices": self.slices, "every": self.every, "rungs": candidates}
 
@@ -327,22 +347,27 @@ def read_ladder(name: str = CODED) -> dict[str, dict[str, Any]]:
 
 
 class Figure(NamedTuple):
-    """The measurements of one slice in a trial."""
+    """The measurements of one slice in a trial of a candidate setting."""
 
-    db: float | None  # as `Bound.keeps` takes it
+    db: float | None  # PSNR against the exact run or loss against the truth, as `Bound.keeps` takes it
     sent: int  # bytes that were sent
     whole: int  # bytes that would have been sent with all tokens and without a codec
     late: int = 0  # bytes among `sent` that attention did not wait for
 
     @classmethod
     def of(cls, db: float | None, cost: Cost) -> Figure:
-        """Return the figure of a slice for its dB and what it cost; bytes of all link classes are added."""
+        """Return the measurements of one slice; bytes of all link classes are added.
+
+        Args:
+            db: its figure in dB, as `Bound.keeps` takes it.
+            cost: its bytes.
+        """
         return cls(db, *(sum(of.values()) for of in (cost.bytes, cost.bytes_whole, cost.bytes_late)))
 
 
 @dataclass
 class Group:
-    """The items that one setting is chosen for: all slices under a mask, or all images.
+    """The items that one setting of the engine is chosen for: all slices under a mask, or all images.
 
     A slice's place is its index in the group, 0 to `slices.count` - 1.
     """
@@ -359,6 +384,9 @@ class Group:
         """Return two sets of slices of a task, as indices in it: those that settings are tried on, and those checked.
 
         Slices of a set share batches only with each other, so that trials restore no further slices.
+
+        Args:
+            task: index of the task.
         """
         checked = {place: index for (of, index), place in self.places.items() if of == task}
         return [
@@ -382,21 +410,36 @@ class Group:
 
         It is the PSNR against the exact run or the loss of PSNR against the truth, as `Bound.against` says. None means
         that all bits of the slice equal the exact run's.
+
+        Args:
+            candidate: index of the candidate setting.
         """
         return {place: figure.db for place, figure in self.figures.get(candidate, {}).items()}
 
     def next(self, quality: Quality) -> Trial | None:
-        """Return the next trial. When the setting is chosen, store its index in `candidate` and return None."""
+        """Return the next trial. When the setting is chosen, store its index in `candidate` and return None.
+
+        Args:
+            quality: the bound and its candidates.
+        """
         found = next_trial(quality.bound, self.slices, len(quality.candidates), {r: self.db(r) for r in self.figures})
         self.candidate = None if isinstance(found, Trial) else found
         return found if isinstance(found, Trial) else None
 
     def batches_of(self, slices: Sequence[int]) -> list[int]:
-        """Return the numbers of the batches that hold no other slices than these, which are given by place."""
+        """Return the numbers of the batches that hold only some slices, which a trial then restores.
+
+        Args:
+            slices: places of these slices in the group.
+        """
         return [number for number, of in self.batches.items() if {*of} <= {*slices}]
 
     def record(self, quality: Quality) -> dict[str, Any]:
-        """Return what was asked for, tried and chosen, as plain data for run.yaml, metrics.json and the report."""
+        """Return what was asked for, tried and chosen, as plain data for run.yaml, metrics.json and the report.
+
+        Args:
+            quality: the bound and its candidates.
+        """
         names, taken, bound = [*quality.candidates], self.taken, quality.bound
         return {
             "of": self.about,
@@ -421,7 +464,13 @@ class Group:
         return self.candidate
 
     def _tried(self, candidate: int, name: str, bound: Bound) -> dict[str, Any]:
-        """Return what the trials of a candidate have measured, as plain data."""
+        """Return what the trials of a candidate have measured, as an entry of `tried` in the record.
+
+        Args:
+            candidate: index of the candidate setting.
+            name: its name.
+            bound: the bound, without a margin.
+        """
         figures, worst = self.figures[candidate], bound.worst(self.db(candidate))
         sent, whole, late = (sum(of) for of in zip(*(figure[1:] for figure in figures.values()), strict=True))
         return {
@@ -437,11 +486,21 @@ class Group:
         }
 
     def _below(self, candidate: int, bound: Bound) -> list[str]:
-        """Return the names of the slices with which a candidate breaks the bound."""
+        """Return the names of the slices with which a candidate breaks the bound.
+
+        Args:
+            candidate: index of the candidate setting.
+            bound: the bound, without a margin.
+        """
         return [self.names[place] for place, db in sorted(self.db(candidate).items()) if not bound.keeps(db)]
 
     def line(self, quality: Quality, trial: Trial) -> str:
-        """Return the line that tells the user the result of a trial."""
+        """Return the line that tells the user the result of a trial.
+
+        Args:
+            quality: the bound and its candidates.
+            trial: the trial.
+        """
         tried = self._tried(trial.candidate, [*quality.candidates][trial.candidate], quality.bound)
         worst, margin = tried["worst_db"], self.slices.margin_db
         of = f"{tried['setting']} on {tried['slices']} of {self.slices.count}"
@@ -457,7 +516,11 @@ class Group:
         return f"{self.about}: {of} {verdict}: {told} ({tried['worst']}){share}"
 
     def taken_line(self, quality: Quality) -> str:
-        """Return the line that tells the user which setting is chosen, and why."""
+        """Return the line that tells the user which setting is chosen for the group, and why.
+
+        Args:
+            quality: the bound and its candidates.
+        """
         name, checked = [*quality.candidates][self.taken], len(self.figures.get(self.taken, {}))
         if self.slices.count == 0:
             told = "nothing is to be restored"

@@ -26,20 +26,31 @@ VISIBLE_S = 10.0  # seconds that a shared file system may take to show a new fil
 
 
 def topology_of(machine: str, ranks: int) -> Topology:
-    """Return the topology of a job's ranks on a machine, by the machine's name or file."""
+    """Return the places of a job's ranks on a machine.
+
+    Args:
+        machine: the machine's name or file.
+        ranks: number of ranks.
+    """
     return Topology.build(load_machine(machine), ranks, detect().local_size)
 
 
 def axes_of(machine: str, ranks: int, replicas: int, guidance: int = 1) -> Axes:
-    """Return the division of a job's ranks into replicas, and of each replica into `guidance` parts.
+    """Return the division of a job's ranks into replicas, and of each replica into parts for guidance's branches.
 
     Raise UserError for numbers that do not divide the ranks.
+
+    Args:
+        machine: the machine's name or file.
+        ranks: number of all ranks.
+        replicas: number of replicas.
+        guidance: number of parts of each replica.
     """
     return Axes.build(topology_of(machine, ranks), replica=replicas, guidance=guidance)
 
 
 def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> Topology:
-    """Return the topology of the first replica's ranks.
+    """Return the places of the first replica's ranks on the machine.
 
     Args:
         values: options by name, of which `machine` is read.
@@ -51,21 +62,21 @@ def topology_of_replica(values: dict[str, Any], ranks: int, replicas: int) -> To
 
 
 class Replica:
-    """The replica that this rank belongs to.
+    """The replica that this rank belongs to: a set of ranks that makes images or slices of its own.
 
-    whole      The transport of all ranks.
+    whole      The connections to all ranks.
     count      The number of replicas.
     number     The number of this replica, from 0.
-    transport  The transport of this replica's ranks.
-    topology   The topology of this replica's ranks.
-    leads      True on the one rank of the replica that claims units and saves them.
+    transport  The connections to this replica's ranks.
+    topology   The places of this replica's ranks.
+    leads      True on the one rank of the replica that claims units of work and saves them.
     """
 
     def __init__(self, whole: Any, machine: str, replicas: int) -> None:
         """Divide all ranks into replicas. Raise UserError if that does not go evenly.
 
         Args:
-            whole: the transport of all ranks.
+            whole: this rank's connection to all ranks.
             machine: name or file of the machine.
             replicas: number of replicas.
         """
@@ -80,10 +91,12 @@ class Replica:
         self.leads = self.transport.rank == 0
 
     def splits_weights(self, split: tuple[str, int | None], parts: int) -> Callable[[Sequence[Any]], None]:
-        """Return a function that splits the weights of the models it is given among this replica's ranks.
+        """Return a function that splits the weights of the models it is given among this replica's ranks, for
+        `load_model`.
 
         Args:
-            split: as of `Config.split`.
+            split: the ranks that share a block's weights ("card" or "node"), and the number of such blocks; None for
+                all.
             parts: number of parts of the replica that compute a guidance branch each.
         """
         from cocodiff.engine.weights import split_for_good
@@ -100,7 +113,8 @@ class Replica:
         say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
 
     def take(self, numbers: Sequence[int], claim: Callable[[int], bool]) -> Iterator[int]:
-        """Yield the units that this replica is to do, one at a time. All its ranks iterate together.
+        """Yield the numbers of the units of work that this replica is to do, one at a time. All its ranks iterate
+        together.
 
         With several replicas, each unit is claimed by the leader when it is asked for.
 
@@ -149,7 +163,8 @@ def _appears(folder: Path, patience_s: float) -> bool:
 
 
 class Queue:
-    """The units of a job, which replicas take one by one. Units that an earlier start has finished are left out.
+    """The units of work of a job, which replicas take one by one. Units that an earlier start has finished are left
+    out.
 
     Every rank has one. All ranks call `run`, or iterate over `take`.
 
@@ -179,12 +194,12 @@ class Queue:
         self.bar = JobBar(total, record.unit, record.done, record.shows_bar)
 
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
-        """Yield the units that this replica is to do, of those given. End when all of these are done on all replicas.
+        """Yield the numbers of the units that this replica is to do. End when all units given are done on all replicas.
 
         All ranks iterate together.
 
         Args:
-            numbers: numbers of units, in order.
+            numbers: numbers of units of work, in order.
         """
         missing = [number for number in numbers if number not in self.done]
         yield from self.replica.take(missing, self._claim)
@@ -218,10 +233,10 @@ class Queue:
                 self.add(number, made)
 
     def add(self, number: int, made: Made) -> None:
-        """Save a unit's result in the store. Raise OwnRankError if the disk is full or fails.
+        """Save a unit's result in the job's store. Raise OwnRankError if the disk is full or fails.
 
         Args:
-            number: number of the unit.
+            number: number of the unit of work.
             made: its arrays and rows, as of `Store.add`.
         """
         with storage_faults(f"a file of {self.store.folder}"):
@@ -231,14 +246,13 @@ class Queue:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The units of a job and the settings that its results depend on, with the store that keeps both."""
+    """The units of work of a job and the settings that its results depend on, with the store that keeps both."""
 
     output: OutputFolder  # the folder of results, whose hidden folder has the store
     settings: Callable[[], dict[str, Any]]  # returns all settings that results depend on; called on rank 0
     counts: Sequence[int]  # number of items in each unit
     unit: str  # plural name of the items
-    # takes a unit's number, returns True if the files that it wrote outside the store are unchanged; called on rank 0
-    holds: Callable[[int], bool]
+    holds: Callable[[int], bool]  # takes a unit's number; False if files that it wrote outside the store changed
     shows_bar: bool  # True to show progress bars
 
     def begin(self, total: int) -> None:
@@ -265,7 +279,7 @@ class JobRecord:
             say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
 
     def _drop_what_is_gone(self) -> None:
-        """Remove units from the store that are damaged or not of this job, and say that they are done again."""
+        """Remove units from the store that are damaged or not of this job, and print that they are done again."""
         store, known = self.output.store, range(len(self.counts))
         found = sorted(store.finished())
         order = reading_bar(self.shows_bar)(range(len(found)), "checking results")
@@ -276,5 +290,5 @@ class JobRecord:
             say(f"results of {len(lost)} finished batch(es) are damaged or gone: these are done again")
 
     def done(self) -> int:
-        """Return the number of items that are finished by now, on all replicas."""
+        """Return the number of items, such as slices, that are finished by now, on all replicas."""
         return sum(self.counts[number] for number in self.output.store.finished())

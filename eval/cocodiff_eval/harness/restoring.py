@@ -70,6 +70,10 @@ def frames_of(values: Mapping[str, Any], request: Request) -> int:
     """Return the most slices that the model restores as one video; 1 for a model that makes images.
 
     Raise UserError if `--frames` is given for a model that makes images.
+
+    Args:
+        values: the options' values, by name.
+        request: the model.
     """
     asked = values.get("frames")
     if request.video is None:
@@ -80,17 +84,20 @@ def frames_of(values: Mapping[str, Any], request: Request) -> int:
 
 
 def count_tests(values: Mapping[str, Any]) -> int:
-    """Return the number of samples of each slice that serve only to calibrate its intervals.
+    """Return the number of calibration samples of each slice: samples that serve only to calibrate its intervals.
 
     It is 0 for one sample, with a bound on quality, and if `--hidden_test` is given or refused. Volumes restored along
     several axes have a test of their own instead.
+
+    Args:
+        values: the options' values, by name.
     """
     calibrates = values["samples"] > 1 and not values["quality"] and values["hidden_test"] is None
     return min(MOST_TESTS, max(1, values["samples"] // TESTED)) if calibrates else 0
 
 
 def count_tile_steps(tasks: Sequence[Task], values: Mapping[str, Any], native: int) -> int:
-    """Return an estimate of the denoising steps of all tiles of a job in each preset, tests included.
+    """Return an estimate of the work of a job in each preset: the denoising steps of all tiles, tests included.
 
     A tile that is restored in n steps counts n. Tiles are counted in a few slices along each axis.
 
@@ -101,12 +108,19 @@ def count_tile_steps(tasks: Sequence[Task], values: Mapping[str, Any], native: i
     """
 
     def of_slice(task: Task, mask_YX: np.ndarray) -> int:
-        """Return the steps of all tiles of one slice in one sample."""
+        """Return the denoising steps of all tiles of one slice in one sample."""
         plan = plan_restoration(mask_YX, native, 1, values["strength"], 8 if native <= SMALL_MODEL else None)
         return plan.tile_steps(task.steps)
 
     def of_axis(task: Task, read: Reader, axis: str, indices: Sequence[int]) -> float:
-        """Return the mean steps of a slice along an axis, over some slices; they are cut from slices along z."""
+        """Return the mean denoising steps of a slice along an axis, over a few of its slices.
+
+        Args:
+            task: the volume.
+            read: gives a slice of the mask along z; slices along other axes are cut from these.
+            axis: "z", "y" or "x".
+            indices: the slices along the axis to choose from.
+        """
         chosen = [indices[n] for n in np.unique(np.linspace(0, len(indices) - 1, COUNTED).astype(int))]
         if axis == "z":
             return float(np.mean([of_slice(task, read(n)) for n in chosen]))
@@ -131,10 +145,10 @@ def count_tile_steps(tasks: Sequence[Task], values: Mapping[str, Any], native: i
 
 
 def told_steps(tile_steps: int, steps: int) -> str:
-    """Return the number of tiles that a job restores, in words.
+    """Return the sentence for the user with the number of tiles that a job restores.
 
     Args:
-        tile_steps: as `count_tile_steps` returns it.
+        tile_steps: denoising steps of all tiles, as `count_tile_steps` returns it.
         steps: denoising steps of a tile.
     """
     return f"about {-(-tile_steps // steps):,} tiles for the model, at {steps} steps"
@@ -169,12 +183,12 @@ def inpainter_of(prepared: Prepared, model: Model, steps: int) -> PipelineInpain
 
 
 def say_time(prepared: Prepared, tile_steps: int, transport: Any) -> None:
-    """Time a call of the model on this rank, and print how long the whole job would take.
+    """Time a call of the model on this rank, and print how long the whole job would take. It serves dry runs.
 
     Args:
         prepared: the job.
-        tile_steps: as `count_tile_steps` returns it.
-        transport: this rank's transport.
+        tile_steps: denoising steps of all tiles, as `count_tile_steps` returns it.
+        transport: this rank's connection to other ranks.
     """
     values, steps, replicas = prepared.values, prepared.values["steps"], prepared.partition.replicas
     model = load_requested(prepared.request, values["dtype"], transport)
@@ -191,7 +205,8 @@ def say_time(prepared: Prepared, tile_steps: int, transport: Any) -> None:
 
 
 def time_call(inpainter: PipelineInpainter, tiles: int) -> tuple[float, float]:
-    """Time calls of the pipeline here. Return the seconds per tile outside of denoising steps, and per tile and step.
+    """Time calls of the pipeline on this rank. Return two seconds per tile: outside of denoising steps, and of each
+    step.
 
     Args:
         inpainter: the model.
@@ -213,7 +228,10 @@ def time_call(inpainter: PipelineInpainter, tiles: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Restorer:
-    """The model as it restores whole slices, tile by tile, with the engine of any mode."""
+    """The model as it restores whole slices, tile by tile, with the engine of any mode.
+
+    A mode is a preset, or a candidate of `--quality`.
+    """
 
     inpainter: PipelineInpainter  # restores tiles
     engines: Engines  # the engine of each mode: of a preset, or a candidate of `--quality`
@@ -223,7 +241,7 @@ class Restorer:
 
     @classmethod
     def of(cls, session: Session, steps: int) -> Restorer:
-        """Return the restorer of a job. Raise UserError as `inpainter_of`.
+        """Return the restorer of slices for a job. Raise UserError as `inpainter_of`.
 
         Args:
             session: the job on its ranks.
@@ -234,14 +252,18 @@ class Restorer:
         return cls(inpainter, session.engines, batch, values["strength"], session.replica.number)
 
     def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
-        """Return the denoising steps of all tiles of some slices in one mode, for the progress bar."""
+        """Return the denoising steps of all tiles of some slices in one mode, for the progress bar.
+
+        Args:
+            masks_YX: the slices' masks, True where to restore.
+        """
         if self.inpainter.frames > 1 and masks_YX:  # a video's frames have one plan
             masks_YX = [np.logical_or.reduce(masks_YX)] * len(masks_YX)
         plans = [plan_slice(mask_YX, self.inpainter, self.batch, self.strength) for mask_YX in masks_YX]
         return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
 
     def together(self, rows_columns: Sequence[int], most: int = TOGETHER) -> int:
-        """Return the number of slices that share calls of the model, as `slices_together`.
+        """Return the number of slices that share calls of the model, see `slices_together`.
 
         Args:
             rows_columns: [Y, X] of a slice.
@@ -257,12 +279,14 @@ class Restorer:
         limits: tuple[float, float],
         samples: Sequence[int] | None = None,
     ) -> list[ItemSamples]:
-        """Restore slices in one mode. All ranks of the replica call it. Return the sample and cost of each slice.
+        """Restore one sample of some slices in one mode. Return the sample and its cost for each slice.
+
+        All ranks of the replica call it.
 
         Args:
             prepared_YX: normalised slices, filled under the mask.
             masks_YX: boolean, True where to restore.
-            mode: a key of `engines`.
+            mode: name of a preset or candidate, a key of `engines`.
             limits: smallest and largest value of restored voxels, normalised.
             samples: for each slice the number of its sample, which selects the noise; 0 if not given.
         """
@@ -276,12 +300,12 @@ class Restorer:
         """Restore all samples of a batch in one mode. Return for each slice their mean, spread and cost.
 
         All ranks of the replica call it. No more samples are in memory at once than share calls of the model, unless
-        each is kept. A slice in which too little is hidden gets no samples for calibration.
+        each is kept. A slice in which too little is hidden gets no calibration samples.
 
         Args:
             batch: the batch.
             seen: its slices.
-            mode: a key of `engines`.
+            mode: name of a preset or candidate, a key of `engines`.
             leads: False on ranks that judge no slices; they get an empty list.
             keeps: True to keep each sample, in the input's dtype, besides mean and spread.
         """

@@ -56,7 +56,7 @@ ROUTES = ("exchange", "exchange_table", "nic_balance", "transport", "messages", 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that is checked but not started: all that is known before its ranks start."""
+    """A job that is checked but not started: its options, model, settings, and folder of results."""
 
     values: dict[str, Any]  # the options' values, by name
     ranks: int  # number of ranks, of all replicas together
@@ -66,8 +66,7 @@ class Prepared:
     started: float  # time.monotonic() when the command began
     partition: Partition = field(default=Partition())  # division of the ranks; one replica until `partitioned`
     quality: Quality | None = None  # the bound of `--quality` and its candidates; None without one
-    # Gives the inputs that results depend on, besides settings, as plain data.
-    inputs: Callable[[], dict[str, Any]] = dict
+    inputs: Callable[[], dict[str, Any]] = dict  # returns the inputs that results depend on, as plain data
 
     @classmethod
     def checked(
@@ -100,7 +99,8 @@ class Prepared:
         return cls(values, ranks, request, presets, output, started, quality=quality)
 
     def partitioned(self, **work: Any) -> Prepared:
-        """Return the job with its ranks divided, and with the settings that follow from that in its presets.
+        """Return the job with its ranks divided into replicas and parts for guidance, and with the settings that follow
+        from that.
 
         Raise UserError if the ranks cannot be divided as options ask, or the model does not fit in memory.
 
@@ -127,13 +127,18 @@ class Prepared:
 
 
 class Engines(dict[str, "Engine"]):
-    """The engines of a job by mode, each made when it is first asked for, since it opens communicators.
+    """The engines of a job by mode, a name with settings of the engine. Each is made when it is first asked for.
 
-    All ranks of a replica must ask for modes in the same order.
+    Making one opens communicators. So all ranks of a replica must ask for modes in the same order.
     """
 
     def __init__(self, modes: Mapping[str, Config], make: Callable[[Config], Engine]) -> None:
-        """Take the settings of each mode, and the function that makes an engine with such settings."""
+        """Take the settings of each mode. No engine is made yet.
+
+        Args:
+            modes: settings of the engine by mode, such as a preset's name.
+            make: makes an engine with such settings.
+        """
         super().__init__()
         self.modes, self._make = modes, make
 
@@ -142,7 +147,7 @@ class Engines(dict[str, "Engine"]):
         return self[mode]
 
     def chosen(self) -> list[str]:
-        """Return a line for each engine that chose settings by itself, with what it chose."""
+        """Return a line of text for each engine that chose settings by itself, with what it chose."""
         return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.items() if engine.sequence.chosen]
 
 
@@ -152,9 +157,9 @@ class Session:
 
     prepared: Prepared  # the job's options, presets and partition
     replica: Replica  # this rank's replica
-    model: Model
+    model: Model  # the loaded model, with the embeddings of its prompts
     engines: Engines  # engines on the ranks of this replica
-    exact: str | None  # the mode that others are compared with, which may be a preset; None to compare with none
+    exact: str | None  # mode of the exact run, to compare others with; may be a preset; None to compare with none
     folder: Path | None  # folder that results are written to; None on ranks other than 0
 
     @property
@@ -163,7 +168,7 @@ class Session:
         return self.prepared.output.partial / "images"
 
     def run(self, job: Job) -> None:
-        """Make the job's results, write them, and publish the folder. All ranks call it."""
+        """Make the job's results, write them, and publish the folder of results. All ranks call it."""
         from cocodiff_eval.harness.job import Presets, Trials, run_batches
 
         prepared, quality = self.prepared, self.prepared.quality
@@ -188,14 +193,14 @@ def start_job(
     given: Sequence[Any] = (),
     compared: dict[str, str] | None = None,
 ) -> int:
-    """Run a job on its ranks and return the command's exit code.
+    """Start the ranks of a job, each of which loads the model and makes its part. Return the command's exit code.
 
     Nothing is started in a dry run. With `--resume` nothing is started either if the results in the folder are
     finished. Then raise UserError if they were made with other settings, or if files are missing.
 
     Args:
         prepared: the job.
-        launch: the launch of this process.
+        launch: how this process was started.
         unit: a plural noun for the job's items, such as "slices".
         job: class of the job as "module:name". Every rank calls it with its session and `given`.
         given: further arguments of that class.
@@ -238,7 +243,8 @@ def import_before_fork(request: Request, ranks: int | None = None) -> None:
 
     Args:
         request: the model.
-        ranks: number of ranks, None if unknown. A single rank imports only the pipeline, and the rest when needed.
+        ranks: number of ranks, None if unknown. For a single rank only the pipeline is imported, and the rest when
+            needed.
     """
     import_pipeline(request)
     for name in EVERY_RANK_IMPORTS if ranks != 1 else ():
@@ -249,9 +255,10 @@ def import_before_fork(request: Request, ranks: int | None = None) -> None:
 
 
 def describe(prepared: Prepared) -> dict[str, Any]:
-    """Return all that a job's results depend on, as plain data.
+    """Return all settings and inputs that a job's results depend on, as plain data. A job that is resumed compares
+    them.
 
-    The number of replicas is not among it, so a job can be resumed with another number of them.
+    The number of replicas is not among them, so a job can be resumed with another number.
     """
     ranks, replicas = prepared.ranks, prepared.partition.replicas
     return {
@@ -269,7 +276,7 @@ def describe(prepared: Prepared) -> dict[str, Any]:
 
 
 def with_exact(prepared: Prepared) -> tuple[dict[str, Config], str | None]:
-    """Return the settings of each mode of a job, and the name of the exact mode.
+    """Return the settings of each mode of a job by its name, and the name of the exact mode.
 
     The modes are the presets, or the candidates of `--quality`. The exact mode is the first preset that gives the exact
     run's bits. If there is none, a mode "exact" is added. With `--no_exact` the name is None.
@@ -315,8 +322,8 @@ def load_requested(request: Request, dtype: str, transport: Any, split: Any = No
     Args:
         request: the model.
         dtype: one of DTYPES; "auto" is fp32 on a CPU and bf16 on other devices.
-        transport: this rank's transport.
-        split: splits the weights among ranks, as for `load_model`; None to keep all on each.
+        transport: this rank's connection to the other ranks.
+        split: function that splits the weights among ranks, as for `load_model`; None to keep all on each.
     """
     if dtype == "auto":
         dtype = "fp32" if transport.device.type == "cpu" else "bf16"
@@ -326,11 +333,12 @@ def load_requested(request: Request, dtype: str, transport: Any, split: Any = No
 def open_session(prepared: Prepared, transport: Any) -> Session:
     """Load the model, make the engines and open the folder of results. All ranks call it.
 
-    Return the session when all ranks are ready. Candidates of `--quality` get their engines later, when they are tried.
+    Return this rank's session when all ranks are ready. Candidates of `--quality` get their engines later, when they
+    are tried.
 
     Args:
         prepared: the job, with its ranks divided.
-        transport: this rank's transport among all ranks.
+        transport: this rank's connection to all other ranks.
     """
     from cocodiff.engine.engine import Engine
     from cocodiff.engine.guidance import PARTS
@@ -364,7 +372,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
 def finish(
     session: Session, done: JobResult, records: Mapping[str, Any] | None = None, told: str = "", **report: Any
 ) -> None:
-    """Write the results, publish the folder and print the table. All ranks call it, and return when that is done.
+    """Write a job's results, publish the folder and print the table. All ranks call it, and return when that is done.
 
     Args:
         session: the job on this rank.
@@ -393,7 +401,16 @@ def finish(
 def _write_results(
     session: Session, folder: Path, done: JobResult, records: Mapping[str, Any], told: str, report: dict[str, Any]
 ) -> None:
-    """Write metrics.json, run.yaml and the report, publish the folder, and print the table, on rank 0; as `finish`."""
+    """Write metrics.json, run.yaml and the report, publish the folder, and print the table, on rank 0.
+
+    Args:
+        session: the job on this rank.
+        folder: the folder to write to.
+        done: the items that were made.
+        records: further parts of metrics.json, by name.
+        told: text that is printed in place of the table, if any.
+        report: further arguments of `write_report`.
+    """
     from cocodiff_eval.quality.metrics import metrics_document
     from cocodiff_eval.report.page import write_report
     from cocodiff_eval.report.tables import terminal_table

@@ -60,9 +60,10 @@ TILES = 1.25
 
 
 class SliceJob(Job):
-    """The restoration of all masked slices of a job's tasks, in batches of several slices.
+    """The job of `inpaint`: it restores all masked slices of its tasks, in batches of several slices.
 
-    A task whose stack is a volume may be restored along several axes first; its batches then only fuse the results.
+    A task is a stack with a mask. If its stack is a volume, it may be restored along several axes first; its batches
+    then only fuse the results.
     """
 
     together = TOGETHER  # most slices that share calls of the model
@@ -71,6 +72,10 @@ class SliceJob(Job):
         """Divide the slices of all tasks into batches. All ranks call it.
 
         Rank 0 chooses the hidden regions of volumes, for which it reads them, and prints the number of tiles.
+
+        Args:
+            session: the job on this rank.
+            tasks: the stacks with their masks.
         """
         values, quality = session.prepared.values, session.prepared.quality
         self.session, self.tasks = session, tasks
@@ -105,7 +110,11 @@ class SliceJob(Job):
         self._seen = lru_cache(1)(self._read)
 
     def begin(self, first: bool) -> None:
-        """Print a warning if the disk may be too small for the results. `first` is True on rank 0."""
+        """Print a warning, on rank 0, if the disk may be too small for the results.
+
+        Args:
+            first: True on rank 0.
+        """
         output = self.session.prepared.output
         if not first:
             return
@@ -132,7 +141,12 @@ class SliceJob(Job):
         further = [*bounds, *(kept_samples(self.samples) if self.keeps else ())]
 
         def read(name: str, index: int) -> np.ndarray:
-            """Return a slice of a file."""
+            """Return a slice of a file of results.
+
+            Args:
+                name: the preset with the file's ending.
+                index: index of the slice in the task.
+            """
             assert done is not None, "nothing is there before"
             if task.mask.masked[index]:
                 return done.read(number, index, name)
@@ -164,7 +178,8 @@ class SliceJob(Job):
             restorer.inpainter.on_step = advance
 
     def steps(self, batch: Batch) -> int:
-        """Return the denoising steps of all tiles of a batch in one mode; 0 for batches that are only fused."""
+        """Return the denoising steps of all tiles of a batch with one preset, for the progress bar; 0 if it is only
+        fused."""
         if batch.task in self.volumes.of:
             return 0
         masks = [
@@ -176,7 +191,8 @@ class SliceJob(Job):
         return self.restorers[self.tasks[batch.task].steps].tile_steps(masks)
 
     def _read(self, batch: Batch) -> list[SliceReview]:
-        """Read the slices of a batch, and choose their hidden regions. Callers use `_seen`, which caches one batch."""
+        """Read the slices of a batch, and choose their hidden regions. Callers use `_seen`, which caches the last
+        batch."""
         task, found = self.tasks[batch.task], []
         for index in batch.indices:
             pair = task.stack.read(index), task.mask.read(index)
@@ -188,6 +204,11 @@ class SliceJob(Job):
 
         They are the same on all ranks. Return None if the slice is not calibrated by itself. Nothing is hidden in a
         slice that is masked wholly. Regions that would need too many more tiles are left out.
+
+        Args:
+            batch: the slice's batch.
+            original_YX: the slice as in the input.
+            mask_YX: True where it is to be restored.
         """
         if not self.tests or batch.task in self.volumes.of:
             return None
@@ -200,9 +221,13 @@ class SliceJob(Job):
         return hide_beside(original_YX, mask_YX, seed, lambda unknown_YX: restorer.tile_steps([unknown_YX]) <= most)
 
     def make(self, settings: Sequence[str], batch: Batch) -> dict[str, list[ItemSamples]]:
-        """Return the samples of each slice of a batch with each of `settings`; no slices on ranks that do not judge.
+        """Restore a batch, or fuse it, with each of some settings. Return by setting the samples of each slice.
 
-        All ranks of a replica call it.
+        All ranks of a replica call it. Ranks that do not lead the replica get empty lists.
+
+        Args:
+            settings: names of presets or candidates.
+            batch: the batch.
         """
         leads, volume = self.session.replica.leads, self.volumes.of.get(batch.task)
         if volume is not None:
@@ -217,7 +242,7 @@ class SliceJob(Job):
         Args:
             batch: the slice's batch.
             place: index of the slice in the batch.
-            drawn: its samples in each mode.
+            drawn: its samples in each mode, such as a preset.
             exact: the mode that others are compared with; None to compare with none.
         """
         volume, seen = self.volumes.of.get(batch.task), self._seen(batch)[place]
@@ -235,11 +260,13 @@ class SliceJob(Job):
         return replace(judged, arrays={**judged.arrays, PICTURE: np.frombuffer(text.encode(), np.uint8)})
 
     def groups(self, quality: Quality) -> dict[int, Group]:
-        """Return by task the group of slices that a bound chooses one setting for: all slices under a mask."""
+        """Return by task the group of slices that a bound on quality chooses one setting for: all slices under a
+        mask."""
         return self._groups
 
     def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
-        """Return a slice's figure in dB for a bound: PSNR against the exact run, or the loss of PSNR against the truth.
+        """Return the figure of a slice in dB that a bound limits: PSNR against the exact run, or loss of PSNR against
+        the truth.
 
         Return None for equal results, unless it is a loss against a known truth, which is then 0. If the truth is
         unknown and results differ, return MOST_DISTANCE_DB.
@@ -261,7 +288,11 @@ class SliceJob(Job):
         return None if same else MOST_DISTANCE_DB  # the loss is unknown, so the bound counts as broken
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Write the results in their format, on rank 0. Return the arguments of `session.finish` besides the rows."""
+        """Write the results in their format, on rank 0. Return further keyword arguments of `session.finish`.
+
+        Args:
+            done: the finished job.
+        """
         values, images = self.session.prepared.values, self.session.images
         progress, found = reading_bar(not values["quiet"]), []
         files_of = [self._result_files(number, done) for number in range(len(self.tasks))]
@@ -296,7 +327,12 @@ class SliceJob(Job):
         }
 
     def _outcome(self, number: int, done: JobResult) -> Outcome:
-        """Return the outcome of a task: whether its results beat methods without a model, or why that is unknown."""
+        """Return the outcome of a task: whether its results beat methods without a model, or why that is unknown.
+
+        Args:
+            number: the task's index.
+            done: the finished job.
+        """
         task, volume = self.tasks[number], self.volumes.of.get(number)
         if volume is not None and volume.volume.tested:
             return volume.verdict.outcome
@@ -313,6 +349,11 @@ class SliceJob(Job):
         """Yield the encoded picture of each slice that the report shows, in order.
 
         Pictures come from the store. Those of slices that were not planned are made from the results.
+
+        Args:
+            done: the finished job.
+            files_of: the result files of each task, by preset with an ending.
+            progress: shows the progress of writing.
         """
         found = slices_of_report(self.plan, done.rows)
         for place in progress(range(len(found)), "writing the report"):
@@ -327,7 +368,7 @@ class SliceJob(Job):
 
 
 def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, tuple[Hidden, ...]]:
-    """Return by task the hidden regions of each volume that is tested, one `Hidden` a round.
+    """Return, by task, the hidden regions of each volume that is tested: one `Hidden` for each round of the test.
 
     A volume in which nothing can be hidden has no rounds. Each volume and its mask are read once.
 
@@ -343,7 +384,7 @@ def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, t
 
 
 def groups_of_masks(quality: Quality, tasks: Sequence[Task], exact_slices: int) -> dict[int, Group]:
-    """Return by task the group of its slices, for which a bound chooses one setting.
+    """Return, by task, the group of its slices for which a bound on quality chooses one setting.
 
     A group has the slices under one mask, of all stacks in order. Its batches are filled in later (`Group.take`).
 

@@ -24,7 +24,7 @@ from cocodiff_eval.report.sweeps import LINES, PARETO, save_pareto, summarise, t
 
 
 class SweepJob(SliceJob):
-    """The restoration of slices with every point of a sweep, for figures alone.
+    """The job of `sweep`: it restores slices with every point, a set of the engine's settings, and keeps only figures.
 
     Slices share no calls of the model, so that measured seconds are those of one slice. All points of a slice follow
     each other, so that a machine that slows down with time does so for all of them.
@@ -44,23 +44,41 @@ class SweepJob(SliceJob):
         self.grid, self.plan = grid, replace(self.plan, shown=(frozenset(),) * len(tasks))  # no pictures
 
     def begin(self, first: bool) -> None:
-        """Run one step in every preset, so that no measurement includes first allocations and connections."""
+        """Run one step in every preset, so that no measurement includes first allocations and connections.
+
+        All ranks call it.
+
+        Args:
+            first: True on rank 0; not used.
+        """
         own, self.restorers = self.restorers, dict.fromkeys(self.restorers, Restorer.of(self.session, 1))
         for batch in self.batches[:1]:
             self.make(self.presets, batch)
         self.restorers = own
 
     def _mode(self, point: str, steps: int) -> str:
-        """Return the name of a point at a number of steps, as in rows of metrics.json."""
+        """Return the name of a point at a number of steps, as rows of metrics.json have it."""
         return f"{point}, {steps} steps" if len(self.grid.steps) > 1 else point
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
-        """Return the rows of a slice, as `SliceJob.judge`, under the names of points. No arrays are kept."""
+        """Return the rows of a slice, as `SliceJob.judge`, under the names of points. No arrays are kept.
+
+        Args:
+            batch: the slice's batch.
+            place: index of the slice in the batch.
+            drawn: its samples with each point.
+            exact: name of the exact run, to compare with.
+        """
         steps, rows = self.tasks[batch.task].steps, super().judge(batch, place, drawn, exact).rows
         return ItemResult([row | {"mode": self._mode(row["mode"], steps)} for row in rows])
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text for a finished batch: for each point and slice a line with PSNR, if known, and seconds."""
+        """Return the text to print when a batch is finished: for each point and slice a line with PSNR, if known, and
+        seconds.
+
+        Args:
+            rows: rows of metrics.json of the batch's slices.
+        """
         of_points = [row for row in rows if row["mode"] != self.session.exact]
         shown = ["" if row["psnr_db"] is None else f" {row['psnr_db']:.2f} dB," for row in of_points]
         return "\n".join(
@@ -69,7 +87,11 @@ class SweepJob(SliceJob):
         )
 
     def complete(self, done: JobResult) -> dict[str, Any]:
-        """Write results.jsonl and its picture. Return the arguments of `session.finish` besides the rows."""
+        """Write results.jsonl and its picture. Return further keyword arguments of `session.finish`.
+
+        Args:
+            done: the finished job.
+        """
         folder, once = self.session.prepared.output.partial, self.tasks[:: len(self.grid.steps)]
         lines = json_ready([*self._lines(done)])
         (folder / LINES).write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
@@ -119,5 +141,5 @@ class SweepJob(SliceJob):
 
 
 def of_run(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quality, seconds and bytes of a run from its row of metrics.json."""
+    """Return the part of a row of metrics.json that a sweep's line has: quality, seconds and bytes, by name."""
     return {name: value for name, value in row.items() if name in OF_RUN}

@@ -32,11 +32,16 @@ LONGEST_STEM = 210
 class FileNames:
     """The names of a task's result files, in which the names of its stack and mask are unique in a run."""
 
-    stack: str
-    mask: str
+    stack: str  # the stack's part of file names
+    mask: str  # the mask's part of file names
 
     def result(self, preset: str, suffix: str = ".tif") -> str:
-        """Return the name of the file of a preset's results; `preset` may have an ending such as SPREAD."""
+        """Return the name of the file that holds a preset's results.
+
+        Args:
+            preset: the preset's name, which may have an ending such as SPREAD.
+            suffix: the file's suffix, by its format.
+        """
         return f"{self.stack}_{self.mask}_{preset}{suffix}"
 
     def preview(self, place: str, preset: str) -> str:
@@ -51,24 +56,25 @@ class FileNames:
 
 @dataclass(frozen=True)
 class Task:
-    """A stack that is restored under one mask."""
+    """The restoration of one stack of slices under one mask."""
 
-    stack: Stack
-    mask: Mask
+    stack: Stack  # the slices to restore, along z
+    mask: Mask  # the voxels to restore
     scale: IntensityRange  # range of the known intensities
     truth: Stack | None  # the original; None if it is unknown
-    files: FileNames
+    files: FileNames  # names of the files of results
     format: str = "tiff"  # format of the results, a key of `cocodiff_eval.data.formats.FORMATS`
     volume: Volume | None = None  # restoration along several axes; None: slice by slice along z
     steps: int = 0  # number of denoising steps
 
     @property
     def left(self) -> list[int]:
-        """The numbers of the slices that are masked wholly, which stay as they are; counted as in the input."""
+        """The numbers of the slices that are masked wholly and therefore stay as they are; numbers count from the
+        input's start."""
         return [self.stack.numbers[index] for index in sorted(self.mask.full)]
 
     def record(self) -> dict[str, Any]:
-        """Return the task's entry in `inputs` of metrics.json.
+        """Return the task's entry in `inputs` of metrics.json, which also has the names of the stack and the mask.
 
         - `slices`: numbers of the first slice and of the one after the last; None for a single slice.
         - `range`: the intensities that are normalised to 0 and 1.
@@ -121,7 +127,7 @@ class Task:
 def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs and options that results of slices depend on, besides presets and steps, as plain data.
 
-    All voxels are read once, for their checksums.
+    A resumed job compares them. All voxels are read once, for their checksums.
 
     Args:
         tasks: the tasks of the job.
@@ -135,7 +141,7 @@ def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[st
 
 
 def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
-    """Return unique file names for the stacks and masks of a run.
+    """Return the parts of file names for each task of a run, in order, so that no two tasks have the same file.
 
     Names are numbered if two pairs would give the same, such as `a` + `b_c` and `a_b` + `c`. They are cut if they are
     too long for a file system.
@@ -152,14 +158,14 @@ def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
 
 
 def _cut(name: str) -> str:
-    """Return the name, cut to half of LONGEST_STEM in bytes."""
+    """Return a name of a stack or mask, cut to half of LONGEST_STEM in bytes."""
     return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
 
 
 class ResultFile(NamedTuple):
-    """A file of results before it is written: a function that gives its slices."""
+    """A file of results before it is written: the function that gives its slices, and their dtype."""
 
-    dtype: np.dtype  # of its voxels
+    dtype: np.dtype  # dtype of its voxels
     preset: str  # the preset whose results it holds
     read: Reader  # gives a slice by its index in the task, [Y, X]
 
@@ -171,7 +177,7 @@ def result_files(
     samples: int = 1,
     more: Sequence[str] = (),
 ) -> dict[str, ResultFile]:
-    """Return the files of a task's restored slices, by name.
+    """Return the files of a task's restored slices, before they are written, by preset with an ending.
 
     The file with a preset's name holds the mean of its samples. The file with SPREAD added holds their standard
     deviation, float32 in the input's units, and exists for several samples only. It is 0 outside the mask.
@@ -208,7 +214,7 @@ def export(
         folder: where to write.
         provenance: by preset, how its results were made, for the files' metadata.
         of_mask: how the mask was made, for its metadata.
-        progress: shows the progress of writing; see `reading_bar`.
+        progress: wraps the indices of slices to show the progress of writing; see `reading_bar`.
     """
     mask, stack, lost = task.mask, task.stack, list[str]()
     made = not mask.from_file or mask.changed
@@ -216,7 +222,16 @@ def export(
     def write(
         name: str, like: Stack, dtype: np.dtype, read: Reader, about: Mapping[str, Any], sparse: bool
     ) -> NewVolume:
-        """Write one file. `sparse` is True if it is 0 outside the mask."""
+        """Write one file of results, and return it.
+
+        Args:
+            name: the preset with its ending, or MASK, for the file's name.
+            like: the stack whose metadata it gets.
+            dtype: dtype of its voxels.
+            read: gives a slice by its index.
+            about: how it was made, for its metadata.
+            sparse: True if it is 0 outside the mask.
+        """
         about, slices = {**about, "mask": mask.name}, iter(progress(range(len(task.stack)), f"writing {name}"))
 
         def shown(index: int) -> np.ndarray:
@@ -239,7 +254,11 @@ def export(
 
 
 def kept_samples(samples: int) -> list[str]:
-    """Return the endings that are added to a preset's name for the file of each of its samples."""
+    """Return the endings that are added to a preset's name for the file of each sample.
+
+    Args:
+        samples: number of samples.
+    """
     return [f"_sample_{number}" for number in range(samples)]
 
 

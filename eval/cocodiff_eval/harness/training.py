@@ -53,12 +53,18 @@ REMEMBERED = ("model", "anew", "iterations", "batch", "rate", "patches", "seed",
 
 
 def _average(averaged: Any, weights: Any, count: int | Tensor) -> None:
-    """Move averaged weights in place towards `weights`, faster at first. `count` is the number of earlier updates."""
+    """Update a moving average of a model's weights in place, faster at first.
+
+    Args:
+        averaged: tensors of the average, which change.
+        weights: tensors of the model.
+        count: number of earlier updates.
+    """
     torch._foreach_lerp_(averaged, weights, 1 - min(AVERAGE, (int(count) + 1) / (int(count) + 11)))
 
 
 class Trainer:
-    """One rank's state of a training run: model, optimiser, patches, and the best weights so far."""
+    """One rank's state of a training run: model, optimiser, patches of volumes, and the best weights so far."""
 
     def __init__(self, tasks: Sequence[Task], values: dict[str, Any], weights: Path, transport: Any) -> None:
         """Load the model and cut patches. All ranks call it. Raise UserError if volumes or transport do not allow it.
@@ -67,7 +73,7 @@ class Trainer:
             tasks: the volumes, with masks that exclude voxels.
             values: the options' values, by name.
             weights: folder of the model to start from. With `--anew` its weights are replaced by random ones.
-            transport: this rank's transport.
+            transport: this rank's connection to the other ranks.
         """
         self.values, self.transport = values, transport
         self.first = transport.rank == 0
@@ -124,7 +130,7 @@ class Trainer:
         self.step += 1
 
     def _batch(self) -> Batch:
-        """Return the next update's batch of this rank: patches randomly turned and mirrored, with random masks."""
+        """Return this rank's batch for the next update: patches randomly turned and mirrored, with random masks."""
         generator = np.random.default_rng([self.values["seed"] % 2**64, self.transport.rank, self.step])
         noise = torch.Generator().manual_seed(int(generator.integers(2**31)))
         chosen = generator.integers(len(self.own), size=max(1, self.values["batch"] // self.transport.size))
@@ -137,10 +143,10 @@ class Trainer:
         return self._made(image01_BHW.float(), mask_BHW, noise, known_BHW.float())
 
     def _made(self, image01_BHW: Tensor, mask_BHW: Tensor, noise: torch.Generator, known_BHW: Tensor) -> Batch:
-        """Return a batch on this rank's device, with noise and noise levels.
+        """Return a batch of patches on this rank's device, with random noise and noise levels added.
 
         Args:
-            image01_BHW: patches, normalised.
+            image01_BHW: patches, normalised to [0, 1].
             mask_BHW: 1 where the model is to restore.
             noise: generator of the noise.
             known_BHW: 1 for voxels whose values are known.
@@ -152,7 +158,7 @@ class Trainer:
     # On rank 0 --------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Measure the averaged weights' loss on held-out patches, and add a row to `rows`.
+        """Compute the averaged weights' loss on held-out patches, and add a row to `rows`. Rank 0 calls it.
 
         If it is the least so far, the averaged weights are copied to `best`.
         """
@@ -170,13 +176,13 @@ class Trainer:
         self.rows.append({"step": self.step, "loss": self.smoothed, "held_out_loss": loss})
 
     def state(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, for `load_state`."""
+        """Return all that a resumed training run needs, by name, for `load_state`."""
         plain = {name: getattr(self, name) for name in PLAIN_STATE}
         models = {"model": self.model.state_dict(), "averaged": self.averaged.state_dict()}
         return {**plain, **models, "optimizer": self.optimizer.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the state of an earlier run, as `state` returned it."""
+        """Continue a training run from the state of an earlier start, as `state` returned it."""
         self.model.load_state_dict(state["model"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimizer.load_state(state["optimizer"])
@@ -184,7 +190,8 @@ class Trainer:
             setattr(self, name, state[name])
 
     def psnr_db(self) -> float:
-        """Return the PSNR in hidden blocks of held-out patches, restored with the model's current weights."""
+        """Return the PSNR in dB, in hidden blocks of held-out patches, of the model's restoration with its current
+        weights."""
         self.pipe.vae.to(self.transport.device)
 
         def arguments(batch: int) -> dict[str, Any]:
@@ -198,31 +205,40 @@ class Trainer:
         return _psnr_db(restored_BHW.numpy(), images, hidden & known)
 
     def biharmonic_db(self) -> float:
-        """Return the PSNR in the same blocks, restored by `biharmonic` without a model."""
+        """Return the PSNR in dB, in hidden blocks of held-out patches, of the biharmonic method, which needs no
+        model."""
         images, hidden, known = self.judged
         restored = [biharmonic(one, hide | ~there) for one, hide, there in zip(images, hidden, known, strict=True)]
         return _psnr_db(np.stack(restored), images, hidden & known)
 
 
 def _turned(image_HW: np.ndarray, quarters: int, mirrored: bool) -> np.ndarray:
-    """Return an image mirrored left to right, if `mirrored`, then rotated by a number of quarter turns."""
+    """Return an image rotated by a number of quarter turns; before that it is mirrored left to right if `mirrored`."""
     return np.ascontiguousarray(np.rot90(image_HW[:, ::-1] if mirrored else image_HW, quarters))
 
 
 def _psnr_db(restored: np.ndarray, truth: np.ndarray, where: np.ndarray) -> float:
-    """Return the PSNR in dB for a peak of 1, over the voxels that are True in `where`; at most 120."""
+    """Return the PSNR in dB of restored patches with values in [0, 1]; at most 120.
+
+    Args:
+        restored: the restored patches.
+        truth: the true patches.
+        where: True for voxels that count.
+    """
     return float(-10 * np.log10(max(np.mean((restored[where] - truth[where]) ** 2), 1e-12)))
 
 
 def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: OutputFolder, transport: Any) -> None:
     """Train a model, save checkpoints, and publish the model's folder. All ranks call it.
 
+    A run that was stopped continues from its last checkpoint.
+
     Args:
         tasks: the volumes, with masks that exclude voxels.
         values: the options' values, by name.
         weights: folder of the model to start from.
         output: the folder of results.
-        transport: this rank's transport.
+        transport: this rank's connection to the other ranks.
     """
     trainer = Trainer(tasks, values, weights, transport)
     every = max(LEAST_APART, -(-values["iterations"] // CHECKS))
@@ -253,7 +269,8 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
 
 
 def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every: int) -> tuple[Any, float]:
-    """Begin or resume a run, on rank 0. Return the saved state, None for a new run, and the PSNR in dB before training.
+    """Begin or resume a training run, on rank 0. Return the saved state, None for a new run, and the PSNR in dB before
+    training.
 
     Args:
         trainer: this rank's trainer, with the weights that the run starts from.
@@ -273,7 +290,7 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
         return own | {"ranks": trainer.transport.size, "inputs": described_inputs(tasks)}
 
     def holds(number: int) -> bool:
-        """Return True if the saved state includes the updates of unit `number`."""
+        """Return True if the saved state includes the updates of a unit of work, given by its number."""
         return state is not None and number * every < state["step"]
 
     JobRecord(output, settings, counts, "steps", holds, not values["quiet"]).begin(total)

@@ -54,7 +54,11 @@ HOPELESS_DB = 0.5  # lead of the other methods over the model after one sample, 
 
 @dataclass(frozen=True)
 class Volume:
-    """The plan for a volume that is restored along other axes than z, or tested on hidden regions."""
+    """The plan for a volume that is restored along other axes than z, or tested on hidden regions.
+
+    It also has the mask as the user gave it, with the slices that are masked wholly: `statistics` counts its voxels,
+    and `read_mask` gives a slice of it along z.
+    """
 
     axes: tuple[str, ...]  # axes along which slices may be restored, of "z", "y" and "x"
     chosen: bool  # True if the test chooses among these axes; else all are used
@@ -65,7 +69,12 @@ class Volume:
     read_mask: Reader
 
     def restores(self, axes: Sequence[str]) -> bool:
-        """Return True if these axes restore every masked voxel: along one of them no slice is masked wholly."""
+        """Return True if slices along some axes restore every masked voxel: along one of them no slice is masked
+        wholly.
+
+        Args:
+            axes: some of "z", "y" and "x".
+        """
         return any(not self.statistics.full(axis).any() for axis in axes)
 
     def sampled(self, samples: int) -> int:
@@ -77,18 +86,18 @@ class Volume:
         return min(MOST_TESTED, max(1, round(samples / len(self.axes))))
 
     def regions(self, read: Reader, samples: int, seed: int) -> tuple[Hidden, ...]:
-        """Choose the hidden regions of each round of the test. The volume and its mask are read once.
+        """Choose the hidden regions of each round of the test on hidden regions. The volume and its mask are read once.
 
         Args:
             read: gives a slice of the volume along z.
             samples: number of the job's samples.
-            seed: of the random choices.
+            seed: seed of the random choices.
         """
         survey = Survey.of(read, self.read_mask, self.statistics.shape)
         return hide(survey, self.tested_slices(samples), seed, self.axes)
 
     def tested_slices(self, samples: int) -> int:
-        """Return the most slices along each axis that the test restores in each of its samples.
+        """Return the most slices along each axis that the test on hidden regions restores in each of its samples.
 
         The test never restores more slices than the job.
 
@@ -102,7 +111,7 @@ class Volume:
         return min(MOST, max(LEAST, usual), most)
 
     def judged(self, hidden: Hidden) -> np.ndarray:
-        """Return the hidden voxels that a round of the test is judged by: indices [z, y, x], int [P, 3].
+        """Return the hidden voxels that a round of the test is judged by: indices [z, y, x], int [P, 3] for P voxels.
 
         There are at most JUDGED. In a volume larger than SMALL they are those where tested slices along all three axes
         cross. If the round tests no slices, they lie in cubes at random places of the regions.
@@ -134,7 +143,14 @@ class Volume:
 
 @dataclass(frozen=True)
 class HiddenRegionReport:
-    """The findings of the test on hidden regions of a volume. Without a test it has weights alone."""
+    """The verdict of the test on hidden regions of a volume or slice: how well each method restores, and what to
+    average.
+
+    `weights` has the share of each axis ("z", "y", "x": the model) and of each method without a model in the mean that
+    is written. Without axes the model is left out. A method of weight 0 restores only what the others leave. `psnr_db`
+    has the PSNR of each method on the hidden voxels in dB, from the best to the worst; it is None without a test, or if
+    nothing could be hidden.
+    """
 
     # By axis and by method without a model, the weight in the mean that is written. Without axes the model is left out.
     # A method of weight 0 restores only what the others leave.
@@ -169,7 +185,7 @@ class HiddenRegionReport:
 
     @property
     def outcome(self) -> Outcome:
-        """The answer to whether the mean that is written is better than methods without a model."""
+        """The answer to whether the mean that is written is better than the best method without a model."""
         if self.lead is None:
             return Outcome(reason=NOWHERE)
         rival = next(name for name in self.psnr_db or {} if name in METHODS)
@@ -190,7 +206,11 @@ class HiddenRegionReport:
         return f"{where}: {found}; {self.outcome}{CUT if self.cut else ''}"
 
     def weights_line(self, where: str) -> str:
-        """Return the line that tells the user the weights of the mean; it begins with `where`."""
+        """Return the line that tells the user the weights of the mean that is written.
+
+        Args:
+            where: the names of the input and the mask, which begin the line.
+        """
         told = [f"{name} {weight:.2f}" for name, weight in self.weights.items() if weight]
         return f"{where}: mean of {'slices along ' * bool(self.axes)}{', '.join(told)} (weights)"
 
@@ -219,7 +239,8 @@ class HiddenRegionReport:
 
 
 def along(axis: str) -> str:
-    """Return the name, among figures, of the model along one axis alone."""
+    """Return the name under which the PSNR of the model along one axis alone is listed, such as "cocodiff along z
+    alone"."""
     return f"{OWN} along {axis} alone"
 
 
@@ -232,7 +253,12 @@ def is_deep(stack: Stack) -> bool:
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Parse `--axes`: "z y x" and "z,y,x" both give ["z", "y", "x"]. Raise UserError for other words."""
+    """Return the axes that `--axes` names: "z y x" and "z,y,x" both give ["z", "y", "x"]. Raise UserError for other
+    words.
+
+    Args:
+        values: the options' values, by name.
+    """
     words = [word for one in values["axes"] or () for word in one.split(",") if word]
     for word in words:
         check_choice("axes", word, (*AXES, AUTO))
@@ -266,7 +292,7 @@ def axes_of(values: Mapping[str, Any], stack: Stack) -> tuple[tuple[str, ...], b
 
 
 def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volume | None, Mask]:
-    """Return the plan for a stack that is restored as a volume, and its mask.
+    """Return the plan for a stack that is restored as a volume, and the mask to restore it under.
 
     The plan is None if slices are restored one by one along z, without a test. Where other axes are used, slices that
     are masked wholly along z are restored too, and the returned mask includes them. Raise UserError if options do not
@@ -310,19 +336,19 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
 
 
 class HiddenRound:
-    """The restorations of one round of the test, at the P hidden voxels that it is judged by.
+    """The results of one round of the test on hidden regions, at the P hidden voxels that it is judged by.
 
     Results are NaN until they are added, and where nothing was restored.
     """
 
     def __init__(self, hidden: Hidden, points_P3: np.ndarray, volume: Volume, task: Any, samples: int) -> None:
-        """Read the truth of a round from the volume.
+        """Read the true values of the judged voxels from the volume.
 
         Args:
             hidden: the hidden regions.
             points_P3: indices [z, y, x] of the voxels, as `Volume.judged` returns them.
             volume: the plan for the volume.
-            task: its `tasks.Task`.
+            task: its `tasks.Task`, with the voxels and their scale.
             samples: number of the job's samples.
         """
         self.hidden, self.points_P3 = hidden, points_P3
@@ -344,7 +370,7 @@ class HiddenRound:
             self.deep_P[here] = depth(unknown, index, slices)[y_P[here], x_P[here]]
 
     def along(self, axis: str, indices: Sequence[int]) -> np.ndarray:
-        """Return a boolean [P] that is True for voxels in some slices along an axis.
+        """Return which of the judged voxels lie in some slices along an axis, boolean [P].
 
         Args:
             axis: "z", "y" or "x"; empty to get True for all voxels.
@@ -353,7 +379,7 @@ class HiddenRound:
         return np.isin(self.points_P3[:, AXES.index(axis)], indices) if axis else np.ones(len(self.points_P3), bool)
 
     def add(self, axis: str, indices: Sequence[int], sample: int, made: Mapping[str, np.ndarray]) -> None:
-        """Store the results of a unit of the test.
+        """Store the results of a unit of work of the test: restored values of judged voxels.
 
         Args:
             axis: axis of the unit's slices; empty for methods without a model, which restore all voxels.
@@ -365,18 +391,31 @@ class HiddenRound:
             (self.own[axis][sample] if name == OWN else self.others[name])[self.along(axis, indices)] = values
 
     def restored(self, axis: str) -> np.ndarray:
-        """Return the mean of the model's samples along an axis that were made so far, float64 [P]; NaN without any."""
+        """Return the mean of the model's samples along an axis that are there so far, float64 [P]; NaN without any.
+
+        Args:
+            axis: "z", "y" or "x".
+        """
         made_S = np.isfinite(self.own[axis]).any(axis=1)
         return self.own[axis][made_S | ~made_S.any()].mean(axis=0)
 
     def blocks(self) -> np.ndarray:
-        """Return for each voxel the number of its region, and the indices [z, y, x] of its block; int [P, 4]."""
+        """Return for each judged voxel the number of its hidden region, and the indices [z, y, x] of its cube, int [P,
+        4].
+
+        Cubes have BLOCK voxels a side. Their errors count as independent.
+        """
         return np.column_stack([self.hidden.numbers(self.points_P3), self.points_P3 // BLOCK])
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The results of all rounds of the test, at the P voxels that all methods without a model have restored."""
+    """The results of all rounds of the test on hidden regions, at the P voxels that all methods without a model have
+    restored.
+
+    `own` has the model's results by axis, float64 [S, P] for S samples; NaN where it restored nothing. If slices along
+    all axes cross anywhere, results are NaN at all other voxels, so that axes are judged at the same voxels.
+    """
 
     truth_P: np.ndarray  # normalised values
     deep_P: np.ndarray  # distance in voxels from the nearest known one, as `depth` returns it
@@ -389,7 +428,14 @@ class Evidence:
 
     @classmethod
     def of(cls, rounds: Sequence[HiddenRound], volume: Volume) -> Evidence:
-        """Join the rounds. Methods, and the model's axes, that restored less than half of their voxels are left out."""
+        """Return the results of all rounds together.
+
+        Methods, and the model's axes, that restored less than half of their voxels are left out.
+
+        Args:
+            rounds: the rounds with their results.
+            volume: the plan for the volume.
+        """
         truth_P, deep_P = (np.concatenate([getattr(one, name) for one in rounds]) for name in ("truth_P", "deep_P"))
         others = {name: np.concatenate([one.others[name] for one in rounds]) for name in METHODS}
         others = {name: values_P for name, values_P in others.items() if seen(values_P) >= SEEN}
@@ -410,13 +456,18 @@ class Evidence:
         return cls(truth_P[at_P], deep_P[at_P], region_P, block_P, own, errors)
 
     def errors(self, axes: Sequence[str]) -> np.ndarray:
-        """Return the errors of the model's mean along some axes, float64 [P]; NaN where one axis restored nothing."""
+        """Return the errors of the model's mean along some axes, float64 [P]; NaN where one axis restored nothing.
+
+        Args:
+            axes: keys of `own`.
+        """
         return np.mean([self.own[axis].mean(axis=0) for axis in axes], axis=0) - self.truth_P
 
     def without_model(self) -> tuple[dict[str, float], np.ndarray]:
-        """Return the weights of the methods without a model in their mean, and the errors of that mean, [P].
+        """Return the weights of the methods without a model in their mean, by name, and the errors of that mean, [P].
 
-        Methods of weight 0 are left out. For each block the errors are those with weights learnt from other blocks.
+        Methods of weight 0 are left out. For each block of voxels the errors are those with weights learnt from other
+        blocks.
         """
         errors_AP = np.stack([*self.others.values()])
         weights_A, each_AP = mean_or_member(errors_AP, self.block_P)
@@ -424,11 +475,11 @@ class Evidence:
         return weights, (each_AP * errors_AP).sum(axis=0)
 
     def with_model(self, simple_P: np.ndarray, of_model_P: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the weight of the model in its mean with the other methods, and the errors of that mean, [P].
+        """Return the weight of the model in its mean with the other methods, 0 to 1, and the errors of that mean, [P].
 
-        For each block the errors are those with weights learnt from other blocks. They are NaN where the model restored
-        nothing, unless its weight is 0. If the model is far behind, or the mean gains too little to be clear, a member
-        that is not near the best one gets the weight 0.
+        For each block of voxels the errors are those with weights learnt from other blocks. They are NaN where the
+        model restored nothing, unless its weight is 0. If the model is far behind, or the mean gains too little to be
+        clear, a member that is not near the best one gets the weight 0.
 
         Args:
             simple_P: errors of the mean of methods without a model.
@@ -450,7 +501,7 @@ class Evidence:
         return float(share), error_P
 
     def figures(self, errors: Mapping[str, np.ndarray], simple_P: np.ndarray) -> dict[str, float]:
-        """Return the PSNR of each method in dB, from the best to the worst.
+        """Return the PSNR of each method in dB, by name, from the best to the worst.
 
         The mean squared error of a method that restored only some voxels is scaled to all of them. The factor is the
         mean of squared `simple_P` at all voxels, divided by its mean at these voxels.
@@ -469,7 +520,8 @@ class Evidence:
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     def choose_axes(self, allowed: Sequence[Sequence[str]]) -> Sequence[str]:
-        """Return the set of axes whose mean has the least squared error; empty if the model has restored nothing.
+        """Return the set of axes along which the model's mean has the least squared error; empty if it has restored
+        nothing.
 
         Sets that restore fewer voxels than others are not chosen.
 
@@ -483,10 +535,11 @@ class Evidence:
         return allowed[int(np.argmin(worth))] if worth else ()
 
     def of_model(self, volume: Volume, samples: int) -> tuple[dict[str, float], np.ndarray]:
-        """Return the weights of the axes in the model's mean, and the errors of that mean, [P].
+        """Return the weight of each axis in the model's mean, and the errors of that mean, [P].
 
-        For each block the errors are those with weights learnt from other blocks. They are NaN where the model restored
-        nothing. The weights are empty if it restored nothing at all, or too little along an axis that the user names.
+        For each block of voxels the errors are those with weights learnt from other blocks. They are NaN where the
+        model restored nothing. The weights are empty if it restored nothing at all, or too little along an axis that
+        the user names.
 
         Axes that the user names have equal weights. Else weights are learnt. If they cannot be used, the axes of the
         best set have equal weights. That is so if no voxel is restored along all axes, or if the axes with a weight
@@ -514,11 +567,11 @@ class Evidence:
 
 
 def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> HiddenRegionReport:
-    """Decide by the test on hidden regions how methods are weighted in the mean that is written of a volume.
+    """Judge the test on hidden regions of a volume: decide how methods are weighted in the mean that is written.
 
-    Return these weights with the methods' PSNR and the intervals around the mean. First the methods without a model,
-    such as interpolation, are weighted by their errors at all hidden voxels. Then their mean and the model's are
-    weighted, at the voxels that the model has restored.
+    Return these weights with the methods' PSNR, intervals around the mean, and its lead over the best method without a
+    model. First the methods without a model, such as interpolation, are weighted by their errors at all hidden voxels.
+    Then their mean and the model's are weighted, at the voxels that the model has restored.
 
     Args:
         rounds: the results of all rounds of the test.
@@ -559,5 +612,5 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
 
 
 def seen(values_P: np.ndarray) -> float:
-    """Return the share of voxels that were restored, 0 to 1: those that are not NaN."""
+    """Return the share of voxels that a method has restored, 0 to 1: those whose value is not NaN."""
     return float(np.isfinite(values_P).mean()) if values_P.size else 0.0

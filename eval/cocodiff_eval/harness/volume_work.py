@@ -35,7 +35,7 @@ TRACE = 1e-12  # weight that is added so that a voxel without other weights gets
 
 
 class Making:
-    """The restoration of one volume, with the files that hold its parts.
+    """The restoration of one volume, with the files that hold its parts until they are fused to slices.
 
     modes    Names of the presets.
     samples  Number of samples of each masked voxel, along all axes together.
@@ -43,7 +43,7 @@ class Making:
     hidden   Hidden regions of each round of the test; empty without a test.
     leads    True on the rank of a replica that judges and writes.
     verdict  Weights of the result, and the test's findings. Until the test is judged, all axes have equal weights.
-    costs    By preset, the cost of each unit of the result; filled when all are made.
+    costs    By preset, the cost of each unit of work of the result; filled when all are made.
     folder   Folder of the volume's files.
     """
 
@@ -69,34 +69,60 @@ class Making:
         self.verdict = HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
 
     def groups(self, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """Divide slices along an axis into groups that share calls of the model. Return the indices of each group."""
+        """Divide slices along an axis into groups that share calls of the model. Return the indices of each group.
+
+        Args:
+            axis: "z", "y" or "x".
+            indices: the slices.
+        """
         return evenly(indices, self.restorer.together(reoriented_shape(self.task.stack.shape, axis)[1:]))
 
     @property
     def read_along(self) -> list[str]:
-        """The axes along which slices are read: those that may be restored, and for a test also z and y.
+        """The axes along which slices are read: those that may be restored, and for a test on hidden regions also z and
+        y.
 
-        Methods without a model read windows of the copy along y.
+        Methods without a model read windows of the volume's copy whose slices lie along y.
         """
         wanted = {*self.volume.axes} | ({"y", "z"} if self.hidden else set())
         return [axis for axis in AXES if axis in wanted]
 
     def turned(self, axis: str) -> tuple[Reoriented, Reoriented]:
-        """Return the copies of the voxels and of the mask whose slices lie along `axis`, "y" or "x"."""
+        """Return the files with copies of the volume's voxels and of its mask, in this order, whose slices lie along an
+        axis.
+
+        Args:
+            axis: "y" or "x".
+        """
         stack, name = self.task.stack, self.folder / f"{self.number}-{axis}"
         voxels = Reoriented(name.with_suffix(".voxels"), axis, stack.shape, stack.dtype)
         return voxels, Reoriented(name.with_suffix(".mask"), axis, stack.shape, np.dtype(bool))
 
     def voxels(self, axis: str, index: int) -> np.ndarray:
-        """Return slice `index` along an axis, in the input's dtype."""
+        """Return a slice of the volume along an axis, in the input's dtype.
+
+        Args:
+            axis: "z", "y" or "x".
+            index: the slice.
+        """
         return self.task.stack.read(index) if axis == "z" else self.turned(axis)[0].read(index)
 
     def mask(self, axis: str, index: int) -> np.ndarray:
-        """Return the mask of slice `index` along an axis, boolean."""
+        """Return the mask of a slice along an axis, boolean.
+
+        Args:
+            axis: "z", "y" or "x".
+            index: the slice.
+        """
         return self.volume.read_mask(index) if axis == "z" else self.turned(axis)[1].read(index)
 
     def prepared(self, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return slices along an axis, normalised and filled under the mask as the model gets them, and their masks."""
+        """Return slices along an axis as the model gets them, normalised and filled under the mask, and their masks.
+
+        Args:
+            axis: "z", "y" or "x".
+            indices: the slices.
+        """
         masks = [self.mask(axis, index) for index in indices]
         pairs = zip(indices, masks, strict=True)
         return [prepare_slice(self.voxels(axis, index), mask, self.task.scale) for index, mask in pairs], masks
@@ -112,15 +138,15 @@ class Making:
         Args:
             axis: "z", "y" or "x".
             sample: number of the sample.
-            prepared: the slices, as `prepared` returns them.
+            prepared: the slices, normalised and filled, as the method `prepared` returns them.
             masks: True where to restore.
-            mode: the preset.
+            mode: name of the preset.
         """
         numbers = [sample + self.samples * AXES.index(axis)] * len(prepared)
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
     def file(self, name: str, axis: str = "z", sample: int = 0) -> Restored:
-        """Return the file that holds the masked voxels of one restoration.
+        """Return the file that holds the masked voxels of the volume, as one preset or method has restored them.
 
         Args:
             name: a preset, or a method without a model, which has no axis and no samples.
@@ -130,7 +156,7 @@ class Making:
         return Restored(self.folder / f"{self.number}-{name}-{axis}-{sample}.f32", axis, self.volume.statistics)
 
     def reader(self, hidden: Hidden | None = None) -> Callable[[Window], tuple[np.ndarray, np.ndarray]]:
-        """Return a function that reads a window of a tested volume, for methods without a model.
+        """Return a function that reads a window (a box) of a tested volume, for methods without a model.
 
         That function returns the normalised voxels and the mask, [Z, Y, X] each. It reads the copies along y. A small
         volume is read only once, and its windows are views.
@@ -160,14 +186,17 @@ class Making:
 
     @cached_property
     def rounds(self) -> list[HiddenRound]:
-        """The rounds of the test with their truth, to which results of units are added."""
+        """The rounds of the test with their true values, to which results of units of work are added."""
         pairs = zip(self.hidden, self.judged, strict=True)
         return [HiddenRound(*pair, self.volume, self.task, self.samples) for pair in pairs]
 
     def intervals(self, index: int) -> Intervals | None:
-        """Return the intervals for slice `index` along z.
+        """Return the intervals around the restored voxels of a slice along z, by which their error is known.
 
         They are None without a test, and without ends (`Intervals.unknown`) if the test could not calibrate them.
+
+        Args:
+            index: the slice.
         """
         if not self.hidden:
             return None
@@ -182,7 +211,7 @@ class Making:
 
         Args:
             seen: the slice.
-            mode: the preset.
+            mode: name of the preset.
         """
         mask_YX, image_YX = seen.mask_YX, np.zeros(seen.mask_YX.shape)
         values_SP, weights_SP, drawn_SP = self._samples(seen.index, mode, mask_YX)
@@ -206,14 +235,14 @@ class Making:
         return ItemSamples(Moments(samples, image_YX, squares_YX), cost, tuple(psnr_db), tuple(kept))
 
     def _samples(self, index: int, mode: str, mask_YX: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the S parts of a slice along z, their weights in its mean, and their weights in its spread.
+        """Return the S restorations of a slice along z, their weights in its mean, and their weights in its spread.
 
-        All are [S, P] for P masked voxels. Parts are the model's samples along each axis, and methods without a model.
-        The spread is that of the samples; without samples it is that of the methods.
+        All are [S, P] for P masked voxels. They are the model's samples along each axis, and those of methods without a
+        model. The spread is that of the samples; without samples it is that of the methods.
 
         Args:
             index: the slice.
-            mode: the preset.
+            mode: name of the preset.
             mask_YX: the slice's mask.
         """
         verdict, statistics, count = self.verdict, self.volume.statistics, int(mask_YX.sum())
@@ -234,14 +263,14 @@ class Making:
         return np.stack(values), np.stack(shares), np.stack(drawn)
 
     def lines(self) -> list[str]:
-        """Return the lines that tell the user the test's result, if there was a test, and the weights."""
+        """Return the lines that tell the user the result of the test, if there was one, and the weights of the mean."""
         where = f"{self.task.stack.name}, mask {self.task.mask.name}"
         return [self.verdict.line(where)] * self.volume.tested + [self.verdict.weights_line(where)]
 
 
 @dataclass(frozen=True)
 class Work(ABC):
-    """A unit of work on a volume, which one replica makes."""
+    """A unit of work in the restoration of a volume, such as some slices along one axis. One replica makes it."""
 
     making: Making  # the volume's restoration
     axis: str  # axis along which its slices lie; empty for a unit without slices
@@ -250,31 +279,41 @@ class Work(ABC):
 
     @abstractmethod
     def run(self, queue: Queue) -> Made:
-        """Make the unit. All ranks of a replica call it.
+        """Make the unit of work. All ranks of a replica call it.
 
-        Return what the store keeps of the unit; on ranks that do not lead their replica, nothing.
+        Return what the store keeps of the unit, as (name, value); on ranks that do not lead their replica, nothing.
+
+        Args:
+            queue: the job's queue, whose progress bar is advanced.
         """
 
 
 class Restoring(Work):
-    """A unit of the result. Its masked voxels go to `Restored` files, and the store keeps their checksums."""
+    """A unit of work that restores masked voxels for a volume's result.
+
+    The voxels go to `Restored` files, and the store keeps their checksums.
+    """
 
     @abstractmethod
     def results(self) -> dict[str, Restored]:
-        """Return the files that the unit writes to, by preset, or by method without a model."""
+        """Return the files that the unit of work writes to, by preset, or by method without a model."""
 
     @abstractmethod
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
-        """Return True if the unit is part of the result by the weights in `verdict`."""
+        """Return True if the unit of work is needed for the result: the mean gives its axis or method a weight.
+
+        Args:
+            verdict: the verdict of the test on hidden regions, with the weights of the mean.
+        """
 
     def sums(self) -> list[int]:
-        """Return the CRC-32 of each of the unit's slices in each of its files, as they are on the disk."""
+        """Return the CRC-32 of each slice of the unit of work in each of its files, as they are on the disk."""
         return [zlib.crc32(one.read(n).tobytes()) for one in self.results().values() for n in self.indices]
 
 
 @dataclass(frozen=True)
 class ByModel(Restoring):
-    """A unit of the result by the model: one sample of each of its slices, in every preset."""
+    """A unit of work by the model for a volume's result: one sample of each of its slices, in every preset."""
 
     sample: int  # number of the sample along its axis
 
@@ -285,9 +324,13 @@ class ByModel(Restoring):
         return self.sample < samples_along(self.making.samples, verdict.axes).get(self.axis, 0)
 
     def run(self, queue: Queue) -> Made:
-        """Restore the slices and write their masked voxels, as `Work.run`.
+        """Restore the unit's slices and write their masked voxels to files. All ranks of a replica call it.
 
-        The store gets a row for each preset, with the volume's number, the preset and the cost, and the checksums.
+        Return what the store keeps: a row for each preset, with the volume's number, the preset and the cost, and the
+        checksums. On ranks that do not lead their replica it is empty.
+
+        Args:
+            queue: the job's queue, whose progress bar is advanced.
         """
         making, (prepared, masks) = self.making, self.making.prepared(self.axis, self.indices)
         queue.bar.begin(len(masks), making.restorer.tile_steps(masks) * len(making.modes))
@@ -304,7 +347,7 @@ class ByModel(Restoring):
 
 @dataclass(frozen=True)
 class Solved(Restoring):
-    """A unit of the result by a method without a model, in slices along z."""
+    """A unit of work for a volume's result by a method without a model, in slices along z."""
 
     method: str  # name of the method, a key of METHODS
     counted = False
@@ -322,7 +365,7 @@ class Solved(Restoring):
         return (("sums", np.array(self.sums())),)
 
     def write(self) -> None:
-        """Restore the masked voxels of the unit's slices and write them.
+        """Restore the masked voxels of the unit's slices and write them to the method's file.
 
         Rows are taken in bands as high as the cells that a method solves at once, so that no cell is solved twice.
         """
@@ -343,7 +386,8 @@ class Solved(Restoring):
 
 @dataclass(frozen=True)
 class Trial(Work):
-    """A unit of the test on hidden regions: all methods without a model, in one round. It has no axis and no slices.
+    """A unit of work of the test on hidden regions: all methods without a model, in one round. It has no axis and no
+    slices.
 
     The store keeps the restored values of the voxels that the round is judged by.
     """
@@ -352,9 +396,13 @@ class Trial(Work):
     sample: int = 0  # number of the model's sample; 0 for methods without a model
 
     def run(self, queue: Queue) -> Made:
-        """Restore the round's hidden voxels with each method, as `Work.run`.
+        """Restore the round's hidden voxels with each method without a model. All ranks of a replica call it.
 
-        The store gets an array under each method's name: the judged voxels, float64 [P]; NaN where it restores nothing.
+        Return an array under each method's name: the judged voxels, float64 [P]; NaN where it restores nothing. On
+        ranks that do not lead their replica there is none.
+
+        Args:
+            queue: the job's queue, not used.
         """
         if not self.making.leads:
             return ()
@@ -364,14 +412,17 @@ class Trial(Work):
 
 
 class SliceTrial(Trial):
-    """A unit of the test on hidden regions: one sample by the model of some tested slices of a round."""
+    """A unit of work of the test on hidden regions: the model restores one sample of some tested slices of a round."""
 
     def run(self, queue: Queue) -> Made:
-        """Restore the tested slices in the first preset, as `Work.run`.
+        """Restore the tested slices in the first preset. All ranks of a replica call it.
 
-        The store gets an array OWN: the judged voxels in these slices, float64 [P]; NaN where nothing is restored. It
-        gets a row for each preset, with the volume's number, the preset and the time. Slices that are hidden or masked
-        wholly are left out.
+        Return what the store keeps. It is an array OWN: the judged voxels in these slices, float64 [P]; NaN where
+        nothing is restored. It is also a row for each preset, with the volume's number, the preset and the time. Slices
+        that are hidden or masked wholly are left out. On ranks that do not lead their replica the result is empty.
+
+        Args:
+            queue: the job's queue, whose progress bar is advanced.
         """
         making, hidden, reads = self.making, self.making.hidden[self.round], partial(self.making.mask, self.axis)
         masks = {index: reads(index) | hidden.mask(self.axis, index, reads) for index in self.indices}
@@ -398,11 +449,11 @@ class SliceTrial(Trial):
 
 
 def works_of(making: Making) -> list[Work]:
-    """Return all units that a volume may need, in an order that depends on the job's settings and masks alone.
+    """Return all units of work that a volume may need, in an order that depends on the job's settings and masks alone.
 
     The order is: methods without a model in the test, the model's samples in the test, the model's samples of the
-    result, and methods without a model for the result. Units of the result are made only if the verdict gives them a
-    weight.
+    result, and methods without a model for the result. Units of the result are made only if the test's verdict gives
+    them a weight.
     """
     volume, works, groups = making.volume, list[Work](), making.groups
     rounds = [*enumerate(making.hidden)]

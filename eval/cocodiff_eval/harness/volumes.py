@@ -34,17 +34,19 @@ FUSED_TOGETHER = 8  # most slices along z in a batch that is fused
 
 
 class Volumes(Presets):
-    """The restoration of a job's volumes before its batches, which are then made as by `Presets`.
+    """The restoration of a job's volumes before its batches: slices along several axes, and the test on hidden regions.
+
+    Batches are then made as by `Presets`: they fuse what was restored to slices along z.
 
     of      The restoration of each volume, by the index of its task.
-    works   All units that the volumes may need.
+    works   All units of work that the volumes may need.
     counts  For each unit the number of its slices that the progress bar counts.
     """
 
     def __init__(
         self, session: Session, restorer: Restorer, tasks: Sequence[Task], hidden: Mapping[int, Sequence[Hidden]]
     ) -> None:
-        """Take the volumes among a job's tasks.
+        """Take the volumes among a job's tasks. Nothing is restored yet.
 
         Args:
             session: the job on its ranks.
@@ -63,19 +65,28 @@ class Volumes(Presets):
         self.counts = [len(work.indices) * work.counted for work in self.works]
 
     def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
-        """Return True if what unit `works[number]` wrote is unchanged on the disk, by the checksums in `made`."""
+        """Return True if the files that a unit of work wrote are unchanged on the disk.
+
+        Args:
+            number: index of the unit in `works`.
+            made: arrays of the unit in the store, with the checksums of its slices.
+        """
         work = self.works[number]
         return not isinstance(work, Restoring) or work.sums() == made["sums"].tolist()
 
     def batches(self, number: int) -> list[Batch]:
-        """Return batches of the masked slices along z of task `number`; they are fused when all units are made."""
+        """Return batches of the masked slices along z of a volume. They are fused when all units of work are made.
+
+        Args:
+            number: index of the volume's task.
+        """
         making = self.of[number]
         masked = [index for index, has_mask in enumerate(making.task.mask.masked) if has_mask]
         groups, samples = evenly(masked, FUSED_TOGETHER), tuple(range(making.samples))
         return [Batch(number, group, False, samples, making.samples, fused=True) for group in groups]
 
     def run(self, queue: Queue, first: int) -> None:
-        """Make the units of all volumes: test each, decide the weights of its result, and restore that.
+        """Make the units of work of all volumes: test each, decide the weights of its result, and restore that.
 
         All ranks call it. The test's first sample is made and judged alone. Further ones are made only for volumes in
         which the model is not hopelessly behind. Rank 0 prints the verdicts.
@@ -123,12 +134,16 @@ class Volumes(Presets):
             self.of[number].costs.setdefault(mode, []).append(Cost(**cost))
 
     def _wanted(self, first: int) -> dict[int, Restoring]:
-        """Return by number the units that are part of the result by the verdicts; `first` is as in `run`."""
+        """Return by number the units of work that are part of the result, as the tests' verdicts weight its parts.
+
+        Args:
+            first: number of the first of the volumes' units in the queue.
+        """
         works = {first + n: work for n, work in enumerate(self.works) if isinstance(work, Restoring)}
         return {number: work for number, work in works.items() if work.is_wanted(work.making.verdict)}
 
     def _judged(self, making: Making, more: Mapping[int, Trial]) -> HiddenRegionReport:
-        """Return the verdict on a volume after further units of tests. Called on rank 0.
+        """Return the verdict on a volume after further units of tests are made. Called on rank 0.
 
         Args:
             making: the volume's restoration.
@@ -145,5 +160,10 @@ class Volumes(Presets):
 
 
 def _run(queue: Queue, works: Mapping[int, Work]) -> None:
-    """Make and save some units, which are given by number. All ranks call it; each replica makes its share."""
+    """Make and save some units of work. All ranks call it; each replica makes its share.
+
+    Args:
+        queue: the job's queue of units.
+        works: the units by number.
+    """
     queue.run({number: partial(work.run, queue) for number, work in works.items()})

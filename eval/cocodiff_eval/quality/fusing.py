@@ -49,10 +49,10 @@ def fuse(
 
 
 def spread_about(mean_P: np.ndarray, values_SP: np.ndarray, shares_SP: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of samples about any mean, float64 [P].
+    """Return the weighted standard deviation of samples about a given value, float64 [P].
 
     Args:
-        mean_P: the mean.
+        mean_P: that value at each of P voxels, such as the samples' mean.
         values_SP: S samples of P voxels.
         shares_SP: the samples' weights, which sum to 1 for each voxel.
     """
@@ -63,10 +63,12 @@ def spread_about(mean_P: np.ndarray, values_SP: np.ndarray, shares_SP: np.ndarra
 
 
 def products_in_blocks(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sums of products of members' errors in each block, [B, A, A], and the number of voxels of each, [B].
+    """Return, for each of B blocks of voxels, the sums of products of errors, [B, A, A], and the number of voxels, [B].
+
+    Weights of a mean follow from them (`learn_weights`).
 
     Args:
-        errors_AP: the errors of A members at P voxels.
+        errors_AP: the errors of A restorations at P voxels.
         block_P: the number of each voxel's block, 0 to B - 1.
     """
     counts_B = np.bincount(block_P).astype(np.float64)
@@ -75,12 +77,14 @@ def products_in_blocks(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.n
 
 
 def near_best(products_BAA: np.ndarray, counts_B: np.ndarray, errors: float = 1.0) -> np.ndarray:
-    """Return which members' mean squared error is within one standard error of the least, boolean [A].
+    """Return which restorations are about as good as the best, boolean [A].
 
-    The standard error is that of the difference from the best member, over blocks. The first arguments are as
-    `products_in_blocks` returns them.
+    Their mean squared error is within one standard error of the least. The standard error is that of the difference
+    from the best one, over blocks.
 
     Args:
+        products_BAA: sums of products of errors, as `products_in_blocks` returns them.
+        counts_B: number of voxels of each block.
         errors: number of standard errors, in the place of one.
     """
     squares_BA = np.einsum("baa->ba", products_BAA)
@@ -92,12 +96,14 @@ def near_best(products_BAA: np.ndarray, counts_B: np.ndarray, errors: float = 1.
 
 
 def learn_weights(products_BAA: np.ndarray, counts_B: np.ndarray, drops: bool = True) -> np.ndarray:
-    """Return the weights [A] with which the mean of the members has the least squared error over all blocks.
+    """Return the weights [A] with which the mean of A restorations has the least squared error over all blocks.
 
-    Weights are not negative and sum to 1. The other arguments are as `products_in_blocks` returns them.
+    Weights are not negative and sum to 1.
 
     Args:
-        drops: True to give a weight above 0 only to members that are `near_best`.
+        products_BAA: sums of products of errors, as `products_in_blocks` returns them.
+        counts_B: number of voxels of each block.
+        drops: True to give a weight above 0 only to restorations that are `near_best`.
     """
     from scipy.optimize import nnls
 
@@ -111,15 +117,16 @@ def learn_weights(products_BAA: np.ndarray, counts_B: np.ndarray, drops: bool = 
 
 
 def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray, drops: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights [A] of A members, and the weights [A, P] that each of P voxels is judged with.
+    """Return the weights [A] of A restorations in their mean, and the weights [A, P] that each of P voxels is judged
+    with.
 
     The latter are learnt from other blocks than the voxel's own. If the mean that is judged so has a larger error than
-    its best member, that member has all the weight.
+    the best restoration, that one has all the weight.
 
     Args:
-        errors_AP: the members' errors at voxels whose truth is known.
-        block_P: any number for each voxel's block.
-        drops: as of `learn_weights`.
+        errors_AP: the restorations' errors at voxels whose truth is known.
+        block_P: a number for each voxel's block.
+        drops: True to leave out restorations that are not near the best, as for `learn_weights`.
     """
     _, block_P = np.unique(block_P, return_inverse=True)
     products_BAA, counts_B = products_in_blocks(errors_AP, block_P)
@@ -137,7 +144,8 @@ def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray, drops: bool = Tru
 
 
 def samples_along(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of samples for each axis: as equal as possible, and one more for axes of larger weight.
+    """Return the number of samples that are made along each axis: as equal as possible, one more for axes of larger
+    weight.
 
     Args:
         samples: number of all samples, at least one for each axis.
@@ -150,9 +158,10 @@ def samples_along(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Intervals:
-    """The intervals around restored voxels that hold their truth with a given probability.
+    """The intervals around restored voxels that hold their true value with a given probability, of 50 % and of 90 %.
 
-    They reach from mean - r to mean + r, where r = factor (spread + floor) in the units of the errors.
+    They reach from mean - r to mean + r, where r = factor (spread + floor) in the units of the errors. The spread is
+    the samples' standard deviation, the floor a part that does not depend on it. Each probability has its factor.
     """
 
     floor: float | np.ndarray  # of voxels that touch known ones; after `at`, of each voxel
@@ -160,7 +169,12 @@ class Intervals:
     by_spread: bool = True  # False to leave the spread out of r
 
     def radius(self, spread: np.ndarray, share: float) -> np.ndarray:
-        """Return r, half the width of the intervals, for one of SHARES."""
+        """Return r, half the width of the intervals, for each voxel.
+
+        Args:
+            spread: the samples' standard deviation at each voxel.
+            share: probability of the intervals, one of SHARES.
+        """
         return self.factors[SHARES.index(share)] * ((spread if self.by_spread else np.zeros_like(spread)) + self.floor)
 
     def at(self, depth: np.ndarray) -> Intervals:
@@ -176,7 +190,7 @@ class Intervals:
 
     @classmethod
     def unknown(cls) -> Intervals:
-        """Return intervals without ends, for voxels whose errors are unknown."""
+        """Return intervals without ends, for voxels whose errors nothing calibrates."""
         return cls(1.0, (math.inf, math.inf), False)
 
     def record(self) -> dict[str, float] | None:
@@ -188,7 +202,8 @@ class Intervals:
 
     @classmethod
     def calibrated(cls, errors_P: np.ndarray, spread_P: np.ndarray, depth_P: np.ndarray) -> Intervals:
-        """Calibrate intervals by split conformal prediction (Papadopoulos et al. 2002; Lei et al. 2018).
+        """Return intervals that are calibrated by split conformal prediction (Papadopoulos et al. 2002; Lei et al.
+        2018).
 
         The factors are quantiles of |error| / (spread + floor) over P voxels whose truth is known. Of voxels like these
         the nominal share then lies inside. With fewer than FEWEST_HIDDEN voxels the intervals are unknown.
@@ -217,7 +232,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Lead:
-    """The lead of one restoration over another: the ratio of their mean squared errors in dB."""
+    """The lead of one restoration over another at hidden voxels: the ratio of their mean squared errors in dB."""
 
     db: float  # over all voxels of the hidden regions together; above 0 if the first is better
     low: float  # lower end of what a mask of a few parts like the regions is expected to show, at 95 %; may be infinite
@@ -227,7 +242,7 @@ class Lead:
     voxels: int  # number of voxels in them
 
     def outcome(self, rival: str, by_model: bool = True) -> Outcome:
-        """Return what the lead over the best method without a model says.
+        """Return the answer for the user to whether a restoration is better than the best method without a model.
 
         Args:
             rival: that method's name.
@@ -246,16 +261,16 @@ class Lead:
 
     @classmethod
     def found(cls, own_P: np.ndarray, other_P: np.ndarray, region_P: np.ndarray, parts: int) -> Lead:
-        """Return the lead of one restoration over another.
+        """Return the lead of one restoration over another, with the range that is expected of it under the mask.
 
         The variance of the lead over samples of R regions is that of the jackknife with one region left out (Tukey
         1958). The lead under a mask of M parts varies (1 + R / M) times as much. The range follows from Student's t
         with R - 1 degrees of freedom. It is infinite for fewer than FEWEST regions.
 
         Args:
-            own_P: errors of the first restoration.
+            own_P: errors of the first restoration at P hidden voxels.
             other_P: errors of the second.
-            region_P: number of each voxel's region.
+            region_P: number of each voxel's hidden region.
             parts: M, the number of the mask's parts.
         """
         from scipy.special import stdtrit  # scipy.stats has it too, and takes half a second
@@ -275,7 +290,11 @@ class Lead:
 def quantile(scores_P: np.ndarray, share: float) -> float:
     """Return the smallest score that a further, exchangeable one exceeds with at most the probability 1 - `share`.
 
-    If P scores are too few for that, return the largest.
+    If P scores are too few for that, return the largest. It calibrates intervals by conformal prediction.
+
+    Args:
+        scores_P: the scores of P voxels.
+        share: the probability.
     """
     rank = min(len(scores_P), math.ceil((len(scores_P) + 1) * share))
     return float(np.partition(scores_P, rank - 1)[rank - 1])
@@ -294,16 +313,26 @@ class Moments:
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> Moments:
-        """Return the moments of no image. Merging with them changes nothing."""
+        """Return the moments (mean and spread) of no image, all 0. Merging with them changes nothing.
+
+        Args:
+            shape: [Y, X] of images.
+        """
         return cls(0, np.zeros(shape), np.zeros(shape))
 
     @classmethod
     def of(cls, image_YX: np.ndarray) -> Moments:
-        """Return the moments of one image, of any real dtype."""
+        """Return the moments (mean and spread) of one image, of any real dtype."""
         return cls(1, image_YX.astype(np.float64), np.zeros(image_YX.shape))
 
     def merged(self, other: Moments) -> Moments:
-        """Return the moments of both sets of images. The order changes the last bits, so callers keep to one order."""
+        """Return the moments (mean and spread) of both sets of images together.
+
+        The order changes the last bits, so callers keep to one order.
+
+        Args:
+            other: the moments of the other set.
+        """
         count = self.count + other.count
         apart_YX = other.mean_YX - self.mean_YX
         squares_YX = self.squares_YX + other.squares_YX + np.square(apart_YX) * (self.count * other.count / count)
@@ -316,7 +345,13 @@ class Moments:
 
 
 def spread_native(deviation01_YX: np.ndarray, mask_YX: np.ndarray, scale: IntensityRange) -> np.ndarray:
-    """Return a standard deviation of normalised images in the input's units: float32 [Y, X], 0 outside the mask."""
+    """Return a standard deviation of normalised images in the input's units: float32 [Y, X], 0 outside the mask.
+
+    Args:
+        deviation01_YX: the standard deviation of the normalised images.
+        mask_YX: True for restored voxels.
+        scale: the range that normalised them.
+    """
     native_YX = np.where(mask_YX, deviation01_YX, 0.0) * (scale.high - scale.low)
     return np.minimum(native_YX, np.finfo(np.float32).max).astype(np.float32)
 
@@ -328,13 +363,12 @@ def coverage(
     scale: IntensityRange,
     intervals: Intervals | None = None,
 ) -> dict[str, float | None]:
-    """Return the shares of the truth, `coverage_50` and `coverage_90`, that lie in the intervals that N samples
-    predict.
+    """Return the shares of true values, `coverage_50` and `coverage_90`, that lie in intervals of these nominal shares.
 
-    The interval of nominal share p is m - t s sqrt(1 + 1/N) to m + t s sqrt(1 + 1/N), ends included. Here m is the mean
-    of a voxel's samples, and s their standard deviation with N - 1. The factor t is the quantile (1 + p) / 2 of
-    Student's t with N - 1 degrees of freedom. A further sample from the samples' own normal distribution lies inside
-    with probability p.
+    The intervals are those that N samples predict. The one of nominal share p is m - t s sqrt(1 + 1/N) to m + t s
+    sqrt(1 + 1/N), ends included. Here m is the mean of a voxel's samples, and s their standard deviation with N - 1.
+    The factor t is the quantile (1 + p) / 2 of Student's t with N - 1 degrees of freedom. A further sample from the
+    samples' own normal distribution lies inside with probability p.
 
     The coverage is the share of masked voxels with a finite truth whose truth is inside. If the truth is distributed as
     the samples are, it is .5 and .9 on average. A smaller coverage means that the samples are too similar, a larger one

@@ -46,7 +46,7 @@ Box = tuple[Triple, Triple]  # start and shape
 
 
 class Piece(NamedTuple):
-    """A box of the mask and another place at which it is hidden as well. All are [z, y, x]."""
+    """A hidden region: a box of the mask, and another place where the same voxels are hidden too. All are [z, y, x]."""
 
     source: Triple  # where the box begins in the mask
     target: Triple  # where the hidden region begins
@@ -55,7 +55,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden regions of one round."""
+    """The hidden regions of one round of a test: known voxels that are masked too, to compare restorations with the
+    truth.
+
+    `tested` has for each axis the numbers of the tested slices along it, ascending. It is empty in rounds that only
+    test methods without a model. The model restores only those along the axes that the job restores slices along.
+    """
 
     pieces: tuple[Piece, ...]  # the regions
     # For each axis the numbers of the tested slices along it, ascending; empty in rounds of methods without a model.
@@ -65,15 +70,15 @@ class Hidden:
 
     @cached_property
     def _ends_N2(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first voxel of each piece and the first one beyond it, [N, 3] each."""
+        """The first voxel of each of N hidden regions and the first one beyond it, [N, 3] each."""
         start_N3, side_N3 = (np.array([one[part] for one in self.pieces]).reshape(-1, 3) for part in (1, 2))
         return start_N3, start_N3 + side_N3
 
     def numbers(self, points_P3: np.ndarray) -> np.ndarray:
-        """Return the number of the region that each voxel is in, int [P].
+        """Return the number of the hidden region that each voxel is in, int [P].
 
         Args:
-            points_P3: indices [z, y, x] of the voxels.
+            points_P3: indices [z, y, x] of P voxels.
         """
         found_P = np.zeros(len(points_P3), int)
         for number, (first_3, end_3) in enumerate(zip(*self._ends_N2, strict=True)):
@@ -81,9 +86,9 @@ class Hidden:
         return found_P
 
     def mask(self, axis: str, index: int, read: Reader) -> np.ndarray:
-        """Return what is hidden besides the mask in slice `index` along an axis, boolean of the slice's shape.
+        """Return the voxels that are hidden in a slice along an axis, boolean of the slice's shape.
 
-        Voxels of the mask itself are never hidden a second time.
+        Voxels of the mask itself are not among them.
 
         Args:
             axis: "z", "y" or "x".
@@ -101,13 +106,18 @@ class Hidden:
 
 
 def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of indices of a box, for its start and its shape."""
+    """Return a box as slices to index an array with.
+
+    Args:
+        start: index of its first element along each axis.
+        shape: its sides.
+    """
     return tuple(slice(at, at + side) for at, side in zip(start, shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A volume's mask and appearance on a coarse grid [Z, Y, X]."""
+    """A volume's mask and appearance on a coarse grid [Z, Y, X], by which places for hidden regions are chosen."""
 
     masked_ZYX: np.ndarray  # True for cells that hold masked voxels
     level_ZYX: np.ndarray  # mean of the known voxels in the 5 x 5 x 5 cells around each
@@ -141,9 +151,10 @@ class Survey:
         return cls(sums[0] > 0, level_ZYX, texture_ZYX, step, shape)
 
     def look(self, start: Sequence[int], hidden_ZYX: np.ndarray) -> np.ndarray:
-        """Return the mean level of the known cells around a region, its standard deviation, and mean texture.
+        """Return the look of the surroundings of a region: mean level, its standard deviation, and mean texture; float
+        [3].
 
-        All are in standard deviations of all known levels; NaN if no cell is known.
+        They are of the known cells around it, in standard deviations of all known levels; NaN if no cell is known.
 
         Args:
             start: where the region's box begins, in cells.
@@ -158,13 +169,19 @@ class Survey:
         return np.array(found) / self._unit
 
     def likeness(self, wanted: np.ndarray, start: Sequence[int], hidden_ZYX: np.ndarray) -> float:
-        """Return the similarity, 0 to 1, of the surroundings of a region to `wanted`, as `look` returns it."""
+        """Return how much the surroundings of a region look as they should, from 0 to 1.
+
+        Args:
+            wanted: the wanted look, as `look` returns it.
+            start: where the region's box begins, in cells.
+            hidden_ZYX: the cells that the region hides within its box.
+        """
         distance = float(np.abs(wanted - self.look(start, hidden_ZYX)).sum())
         return float(np.exp(-LIKENESS * distance)) if np.isfinite(distance) else 1.0
 
     @cached_property
     def _unit(self) -> float:
-        """The standard deviation of all known levels."""
+        """The standard deviation of the levels of all known cells, the unit of `look`."""
         known = self.level_ZYX[~self.masked_ZYX]
         return max(float(known.std()), 1e-12) if known.size else 1.0
 
@@ -179,12 +196,16 @@ class Survey:
 def hide_beside(
     image_YX: np.ndarray, mask_YX: np.ndarray, seed: int, allowed: Callable[[np.ndarray], bool]
 ) -> np.ndarray:
-    """Return known voxels of a slice that are hidden besides its mask, boolean [Y, X]; none if no region finds a place.
+    """Choose known voxels of a slice that are hidden besides its mask. Return them as boolean [Y, X].
 
-    The regions are those of the first round of `hide`. A region is left out if `allowed` refuses the mask with it.
+    None are hidden if no region finds a place. The regions are those of the first round of `hide`. A region is left out
+    if `allowed` refuses the mask with it.
 
     Args:
-        allowed: returns True if a mask, with the regions so far, may be restored.
+        image_YX: the slice.
+        mask_YX: its mask.
+        seed: seed of the random choices.
+        allowed: takes a mask with the regions so far, and returns True if it may be restored.
     """
     found_YX = np.zeros_like(mask_YX)
     survey = Survey.of(lambda _: image_YX, lambda _: mask_YX, (1, mask_YX.shape[0], mask_YX.shape[1]))
@@ -197,7 +218,7 @@ def hide_beside(
 def hide(
     survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES, rounds: int = ROUNDS
 ) -> tuple[Hidden, ...]:
-    """Choose the hidden regions of all rounds of a test; empty if nothing can be hidden.
+    """Choose the hidden regions of all rounds of a test, one `Hidden` a round; empty if nothing can be hidden.
 
     Regions are connected parts of the mask, chosen at random by their size. If fewer than two find a place, or parts of
     less than half of the mask, they are cut. Parts are then at most a half, a quarter or an eighth of the volume's
@@ -209,8 +230,9 @@ def hide(
     rounds have regions anywhere.
 
     Args:
+        survey: the volume's mask and appearance on a coarse grid.
         slices: number of tested slices along each axis of `along`, in all lattices together.
-        seed: of the random choices.
+        seed: seed of the random choices.
         along: the axes that slices are restored along.
         rounds: number of rounds.
     """
@@ -243,7 +265,15 @@ def hide(
 def _rounds(
     survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator, most: int
 ) -> list[list[Piece]]:
-    """Return at most `most` lattices, each as a list of regions in cells."""
+    """Return the regions of the rounds in which they stand in a lattice: for each round a list of regions in cells.
+
+    Args:
+        survey: the volume's mask and appearance on a coarse grid.
+        boxes: the mask's parts.
+        weights: probability of each part.
+        rng: draws the lattices.
+        most: most rounds.
+    """
     new_ZYX, rounds = ~survey.masked_ZYX, []
     for _ in range(most):
         tries = [_lattice(survey, boxes, weights, new_ZYX, rng) for _ in range(TRIES)]
@@ -262,7 +292,7 @@ def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.n
     """Return the mask's connected parts as boxes in cells, and the share of masked cells in each.
 
     Args:
-        coarse_ZYX: the masked cells.
+        coarse_ZYX: True for masked cells.
         most: longest side along each axis; longer parts are cut.
     """
     from scipy import ndimage
@@ -287,12 +317,18 @@ def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.n
 def _lattice(
     survey: Survey, boxes: Sequence[Box], weights: np.ndarray, new_ZYX: np.ndarray, rng: np.random.Generator
 ) -> tuple[float, list[Piece]]:
-    """Return the worth of a random lattice, and its regions in cells.
+    """Return a random lattice of hidden regions: its worth, which is larger the more useful cells it hides, and its
+    regions.
+
+    Regions are in cells of the survey's grid. Cells count more if no earlier round has hidden them, and if the
+    surroundings look like those of the mask's part.
 
     Args:
+        survey: the volume's mask and appearance on a coarse grid.
         boxes: the mask's parts.
         weights: probability of each part.
-        new_ZYX: cells that no earlier round has hidden.
+        new_ZYX: True for cells that no earlier round has hidden.
+        rng: draws the lattice.
     """
     masked_ZYX, shape = survey.masked_ZYX, survey.masked_ZYX.shape
     mean_3 = weights @ np.array([sides for _, sides in boxes], dtype=np.float64)
@@ -329,8 +365,10 @@ def _scattered(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: n
     surroundings look most like that part's. Fewer are returned if too many places are unfit.
 
     Args:
+        survey: the volume's mask and appearance on a coarse grid.
         boxes: the mask's parts.
         weights: probability of each part.
+        rng: draws parts and places.
     """
     from scipy.ndimage import binary_dilation
 
@@ -360,12 +398,14 @@ def _scattered(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: n
 
 
 def _start(middle: float, own: int, side: int, whole: int) -> int:
-    """Return where a region begins along an axis if its middle is to lie at `middle`.
+    """Return the index, in cells, at which a hidden region begins along one axis.
 
-    It comes no nearer to the border than its part of the mask does, as beyond the last known voxel any method is worse.
-    If that part touches the border, so does the region. A part that has no other place keeps its own.
+    Its middle is to lie at `middle`. It comes no nearer to the border than its part of the mask does, as beyond the
+    last known voxel any method is worse. If that part touches the border, so does the region. A part that has no other
+    place keeps its own.
 
     Args:
+        middle: the wanted middle of the region.
         own: where the part of the mask begins.
         side: the region's length.
         whole: the axis' length.
@@ -379,13 +419,25 @@ def _start(middle: float, own: int, side: int, whole: int) -> int:
 
 
 def _apart(start: Sequence[int], sides: Sequence[int], other: Piece) -> bool:
-    """Return True if a box has at least one cell between it and another region's."""
+    """Return True if a box has at least one cell between it and a hidden region.
+
+    Args:
+        start: where the box begins, in cells.
+        sides: its sides.
+        other: the region.
+    """
     ends = zip(start, sides, other.target, other.shape, strict=True)
     return any(at >= begin + length + 1 or at + side + 1 <= begin for at, side, begin, length in ends)
 
 
 def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
-    """Return a region in voxels for one in cells, cut to the volume."""
+    """Return a hidden region in voxels for one in cells of the survey's grid, cut to the volume.
+
+    Args:
+        piece: the region in cells.
+        step: sides of a cell in voxels.
+        shape: [Z, Y, X] of the volume in voxels.
+    """
     source, target, sides = ([cells * by for cells, by in zip(one, step, strict=True)] for one in piece)
     ends = zip(sides, source, target, shape, strict=True)
     sides = [min(side, whole - begin, whole - at) for side, begin, at, whole in ends]
@@ -393,13 +445,16 @@ def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
 
 
 def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
-    """Return the tested slices along each axis, ascending.
+    """Choose the slices along each axis that a test restores, so that they cross the hidden regions. Return their
+    numbers.
 
-    They are evenly spaced from a random one on, and each stretch of slices that regions cover has the same number of
-    them.
+    They are ascending, evenly spaced from a random one on, and each stretch of slices that regions cover has the same
+    number of them.
 
     Args:
+        pieces: the hidden regions, in voxels.
         slices: number of slices along each axis.
+        rng: draws the choice.
     """
     tested = {}
     for number, axis in enumerate(AXES):

@@ -29,12 +29,21 @@ _SMALLEST_MSE, _LARGEST_MSE = 1e-20, sys.float_info.max
 
 
 def psnr_db(mse: float) -> float:
-    """Return the peak signal-to-noise ratio in dB for a peak of 1; 200 for no error, and never infinite or NaN."""
+    """Return the peak signal-to-noise ratio in dB for a peak of 1; 200 for no error, and never infinite or NaN.
+
+    Args:
+        mse: mean squared error.
+    """
     return -10.0 * math.log10(min(max(_SMALLEST_MSE, mse), _LARGEST_MSE) if mse == mse else _LARGEST_MSE)
 
 
 def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
-    """Return scikit-image's structural similarity at each voxel, for window 7 and data range 1. float64 [Y, X]."""
+    """Return scikit-image's structural similarity at each voxel, float64 [Y, X], for window 7 and data range 1.
+
+    Args:
+        truth01_YX: the true slice, normalised.
+        restored01_YX: the restored slice, normalised.
+    """
     from skimage.metrics import structural_similarity
 
     _, similarity_YX = structural_similarity(truth01_YX, restored01_YX, win_size=SSIM_WINDOW, data_range=1.0, full=True)
@@ -44,10 +53,10 @@ def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
 def masked_quality(
     scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> dict[str, Any]:
-    """Return `psnr_db`, `ssim` and `mse` over the masked voxels of a slice whose truth is known; None each if there are
-    none.
+    """Return `psnr_db`, `ssim` and `mse` of a restored slice, over its masked voxels whose truth is known.
 
-    If the range is zero, as for a constant slice, there is no unit to compare in, and `psnr_db` and `ssim` are None.
+    Each is None if there are no such voxels. If the range is zero, as for a constant slice, there is no unit to compare
+    in, and `psnr_db` and `ssim` are None.
 
     Args:
         scale: the range that normalises the images.
@@ -79,17 +88,24 @@ THINNEST = 4.0  # least depth of a mask, in voxels, whose window keeps coarse st
 def ring_correlation(
     scale: IntensityRange, truth: np.ndarray | None, restored: np.ndarray, mask: np.ndarray
 ) -> dict[str, Any]:
-    """Return the Fourier ring correlation of a slice [Y, X] under the mask with its truth; of a volume the shell
+    """Return the Fourier ring correlation of a restored slice with its truth under the mask; of a volume the shell
     correlation.
 
-    Both images are weighted by the mask, with edges as soft as it allows, so that known voxels do not count. The number
-    of independent coefficients is the sum of squared weights (van Heel and Schatz, 2005).
+    It shows down to which size structure is restored. Both images are weighted by the mask, with edges as soft as it
+    allows, so that known voxels do not count. The number of independent coefficients is the sum of squared weights (van
+    Heel and Schatz, 2005).
+
+    Args:
+        scale: the range that normalises the images.
+        truth: [Y, X] or [Z, Y, X] in the input's units; None if unknown.
+        restored: the same for the restored slice or volume.
+        mask: True for restored voxels.
 
     Returns
     -------
     `frc`: RINGS numbers, None for a ring without a coefficient.
     `resolution`: the `finest_period`; None if unknown, as for a constant truth and for masks that are thin everywhere.
-    Nothing is returned unless the whole truth is known.
+    The mapping is empty unless the whole truth is known.
     """
     if truth is None or not mask.any() or not np.isfinite(truth[mask]).all():
         return {}
@@ -122,16 +138,17 @@ def ring_correlation(
 
 
 def finest_period(together_R: np.ndarray, powers_2R: Sequence[np.ndarray], independent_R: np.ndarray) -> float | None:
-    """Return the period in voxels at which the correlation of rings first falls below the half-bit curve; None if
-    unknown.
+    """Return the resolution of a restoration: the period in voxels at which its ring correlation falls below the
+    half-bit curve.
 
-    If it never does, the period is that of the last ring's end, 2 voxels. A ring with fewer than FEWEST independent
-    coefficients is taken together with the next ones until there are enough. If the rings end before, they do not
-    count. The period is unknown if the coarsest rings, taken together so, are more than a quarter of all or lie below
-    the curve.
+    It is the first such ring's. If there is none, the period is that of the last ring's end, 2 voxels. A ring with
+    fewer than FEWEST independent coefficients is taken together with the next ones until there are enough. If the rings
+    end before, they do not count.
+
+    Return None if the coarsest rings, taken together so, are more than a quarter of all or lie below the curve.
 
     Args:
-        together_R: sums of products of both images' coefficients.
+        together_R: for each of the RINGS rings, the sum of products of both images' Fourier coefficients.
         powers_2R: the same of each image with itself.
         independent_R: number of independent coefficients in each ring.
     """
@@ -152,7 +169,16 @@ def finest_period(together_R: np.ndarray, powers_2R: Sequence[np.ndarray], indep
 def masked_psnr_db(
     scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """Return only `psnr_db` of `masked_quality`, as computing the similarity takes longer."""
+    """Return only the PSNR in dB of `masked_quality`, as computing the similarity takes longer.
+
+    Return None if no masked voxel has a truth, or if the range is zero.
+
+    Args:
+        scale: the range that normalises the images.
+        truth_YX: in the input's units.
+        restored_YX: the same for the restored slice.
+        mask_YX: True for restored voxels.
+    """
     judged_YX = mask_YX & np.isfinite(truth_YX)
     difference = scale.normalise(restored_YX[judged_YX]) - scale.normalise(truth_YX[judged_YX])
     return psnr_db(float(np.square(difference).mean())) if difference.size and scale.high > scale.low else None
@@ -163,13 +189,14 @@ def slice_jumps(
     masked: Sequence[bool],
     progress: Progress = unwatched,
 ) -> dict[str, float | None]:
-    """Return the mean difference of neighbouring slices over that of the truth, by the name of each restoration.
+    """Return, for each restoration of a volume, the mean difference of neighbouring slices, divided by that of the
+    truth.
 
     Voxels that are masked in one of two neighbours count. Below 1 a restoration is smoother across slices than the
     truth. It is None if no neighbouring slices of the truth are finite and differ.
 
     Args:
-        read: gives the mask, the truth [Y, X] and the restorations by name of a slice.
+        read: gives, for the index of a slice, the mask, the truth [Y, X] and the restorations by name.
         masked: True for slices with masked voxels. Other slices are read only beside such a slice.
         progress: shows the progress of reading.
     """
@@ -193,7 +220,15 @@ def slice_jumps(
 def distance_db(
     scale: IntensityRange, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """Return the PSNR in dB in the mask against the exact run, in the input's units; None if all bits are equal."""
+    """Return the PSNR in dB of a slice against the exact run's, under the mask; None if all bits are equal or none is
+    masked.
+
+    Args:
+        scale: the range that normalises the images.
+        exact_YX: slice of the exact run, in the input's units.
+        restored_YX: the slice to judge, in the input's units.
+        mask_YX: True for voxels that count.
+    """
     exact, restored = exact_YX[mask_YX], restored_YX[mask_YX]
     if not exact.size or (exact.dtype == restored.dtype and exact.tobytes() == restored.tobytes()):
         return None
@@ -201,7 +236,7 @@ def distance_db(
 
 
 def sum_by_name(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums of counts, such as of bytes over links, for every name that any of the mappings has."""
+    """Return the sums of several counts, such as of bytes by link, for every name that any of the mappings has."""
     names = dict.fromkeys(name for count in counts for name in count)
     return {name: sum(count.get(name, 0) for count in counts) for name in names}
 
@@ -213,16 +248,20 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def mean_curve(curves: Sequence[Sequence[float | None] | None]) -> list[float | None] | None:
-    """Return the mean of curves at each place, of the values that are not None; None if there are no curves."""
+    """Return the mean of several curves at each place, over the values that are not None; None if there are no curves.
+
+    Args:
+        curves: curves of equal length; those that are None are left out.
+    """
     present = [curve for curve in curves if curve is not None]
     return [mean(values) for values in zip(*present, strict=True)] if present else None
 
 
 def _field(of_slices: Callable[[list[Any]], Any], **default: Any) -> Any:
-    """Return a dataclass field.
+    """Return a field of the dataclass `Result` that also says how the values of several slices become one.
 
     Args:
-        of_slices: makes one value of the values of several slices, for a line of the table.
+        of_slices: takes a list of values, one for each slice, and returns the value for a line of the table.
         default: the field's default, as `dataclasses.field` takes it.
     """
     return field(**default, metadata={"of_slices": of_slices})
@@ -230,52 +269,44 @@ def _field(of_slices: Callable[[list[Any]], Any], **default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Result:
-    """The measurements of one image with one preset.
+    """The measurements of one restored or generated image with one preset.
 
     Its fields are those of a row of `metrics.json`, from which the table and the report are made. A part of them are
-    the fields of a sweep's line.
+    the fields of a sweep's line. Quality is measured under the mask against the truth: of the mean, if there are
+    several samples. `intervals` describes the intervals around it that were calibrated on hidden regions, if any
+    (`Intervals.record`).
     """
 
-    name: str  # of the image
+    name: str  # name of the image
     mask: str | None  # name of its mask; None for a generated image
     mode: str  # name of the preset
-    # against the truth under the mask, of the mean if there are several samples; None without a truth
-    psnr_db: float | None = _field(mean, default=None)
-    ssim: float | None = _field(mean, default=None)  # the same
-    mse: float | None = _field(mean, default=None)  # the same, in squared units of the range of intensities
-    # against the exact run; None if all bits are equal, or if it was not compared
-    psnr_vs_exact_db: float | None = _field(mean, default=None)
-    # False if there is no exact run to compare with (`--no-exact`, or a slice not among those compared)
-    exact_compared: bool = _field(any, default=True)
-    seconds: float = 0.0  # wall time; replicas work at the same time
+    psnr_db: float | None = _field(mean, default=None)  # dB against the truth; None without one
+    ssim: float | None = _field(mean, default=None)  # structural similarity; None without a truth
+    mse: float | None = _field(mean, default=None)  # in squared units of the range of intensities
+    psnr_vs_exact_db: float | None = _field(mean, default=None)  # dB against exact run; None: equal or not compared
+    exact_compared: bool = _field(any, default=True)  # False if there is no exact run to compare with
+    seconds: float = 0.0  # wall time, in which replicas work at the same time
     bytes: Mapping[str, int] = _field(sum_by_name, default_factory=dict)  # bytes sent over each kind of link
     rank_seconds: float | None = _field(sum, default=None)  # seconds of all ranks that worked on the image, added up
-    # seconds of each replica that worked on the image, by its number
-    replica_seconds: Mapping[str, float] | None = None
-    # bytes that would have been sent over the same routes with all tokens unchanged
-    bytes_whole: Mapping[str, int] | None = _field(sum_by_name, default=None)
+    replica_seconds: Mapping[str, float] | None = None  # seconds of each replica that worked on it
+    bytes_whole: Mapping[str, int] | None = _field(sum_by_name, default=None)  # bytes if all were sent uncoded
     bytes_late: Mapping[str, int] | None = _field(sum_by_name, default=None)  # bytes that no attention call waited for
     samples: int | None = None  # number of samples; None for one
-    # `fusing.coverage`, of calibrated intervals if there are `intervals`
-    coverage_50: float | None = _field(mean, default=None)
-    coverage_90: float | None = _field(mean, default=None)  # the same
+    coverage_50: float | None = _field(mean, default=None)  # share of true values in 50 % intervals
+    coverage_90: float | None = _field(mean, default=None)  # share of true values in 90 % intervals
     psnr_db_single: float | None = _field(mean, default=None)  # mean of the samples' own PSNR
     # `Intervals.record` of intervals that hidden regions calibrated
     intervals: Mapping[str, float] | None = _field(lambda values: next(filter(None, values), None), default=None)
-    # half the width of the 90 % intervals, mean over masked voxels, in units of the range of intensities; None without
-    # intervals
-    uncertainty: float | None = _field(mean, default=None)
-    # psnr_db, ssim, mse, seconds, frc and resolution of the biharmonic result
-    baseline: Mapping[str, Any] | None = None
+    uncertainty: float | None = _field(mean, default=None)  # half width of 90 % intervals, mean, normalised
+    baseline: Mapping[str, Any] | None = None  # measurements of the biharmonic method's result
     frc: Sequence[float | None] | None = _field(mean_curve, default=None)  # `ring_correlation` of each ring
     resolution: float | None = _field(mean, default=None)  # finest period in voxels that is restored; None if unknown
     # A mapping for each step of a lossy run. V-Major: the mean relative change of v, and the fraction of tokens that
     # were not sent. A codec or displacement: the fraction of attention calls that were coded, the fraction of their
     # tensors that were predicted linearly, and which tensors were displaced. It has also the fractions of the bytes of
     # whole tensors, in 16 bits as large models have them, that were sent and that attention waited for.
-    drift: Sequence[Mapping[str, Any]] = ()
-    # with a step cache: the fraction of the model's calls that were cached; `drift` has it for each step
-    cached_fraction: float | None = _field(mean, default=None)
+    drift: Sequence[Mapping[str, Any]] = ()  # measurements of each step of a lossy run
+    cached_fraction: float | None = _field(mean, default=None)  # share of model calls that were cached
     bytes_exact: Mapping[str, int] | None = None  # bytes of the exact run, if there is a drift
 
     def row(self) -> dict[str, Any]:
@@ -306,9 +337,9 @@ OR_NULL = ("mask", *QUALITY, "psnr_vs_exact_db", "resolution", *OF_SAMPLES)
 
 
 def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one row for several rows of one preset.
+    """Return one row of measurements for several rows of one preset, as for a line of the table.
 
-    Each field is combined as `Result` says, of the rows that have it. Other fields are the first row's.
+    Each field is combined as `Result` says, over the rows that have it. Other fields are the first row's.
     """
     found = dict(rows[0])
     for one in fields(Result):
@@ -319,7 +350,12 @@ def of_slices(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def json_ready(value: Any, otherwise: Callable[[float], Any] = lambda _: None) -> Any:
-    """Return a value of lists, mappings and scalars with `otherwise` of every infinity and NaN, which JSON lacks."""
+    """Return plain data with every infinity and NaN replaced, which JSON lacks.
+
+    Args:
+        value: lists, mappings and scalars.
+        otherwise: takes such a number and returns what replaces it; by default None.
+    """
     if isinstance(value, Mapping):
         return {key: json_ready(one, otherwise) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -328,7 +364,8 @@ def json_ready(value: Any, otherwise: Callable[[float], Any] = lambda _: None) -
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the means over images for each mask and preset, and those of the biharmonic baseline for each mask.
+    """Return the part `summary` of metrics.json: means over images for each mask and preset, and for the biharmonic
+    method.
 
     The result is `{"rows": [{"mask", "mode", "n", "psnr_db", "ssim", "mse", "psnr_vs_exact_db", "compared",
     "identical", "seconds", "bytes"}], "baseline": [{"mask", "method", "n", "psnr_db", "ssim", "mse", "seconds"}]}`.
@@ -336,6 +373,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     `psnr_vs_exact_db` is the mean over the images whose bits differ from the exact run's. `compared` is the number of
     images that have an exact run, and `identical` that of those with its bits. Means of OF_SAMPLES are there if images
     have them.
+
+    Args:
+        rows: rows of metrics.json, one for each image and preset.
     """
     groups = by_key(((row["mask"], row["mode"]), row) for row in rows)
     baselines: dict[str | None, dict[str, Mapping[str, Any]]] = {}
@@ -359,7 +399,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def metrics_document(config: Mapping[str, Any], ranks: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the whole content of `metrics.json`. A setting that JSON has no number for becomes text, such as "inf"."""
+    """Return the whole content of `metrics.json`. A setting that JSON has no number for becomes text, such as "inf".
+
+    Args:
+        config: the command's options, by name.
+        ranks: number of ranks.
+        rows: the rows of all images, as `Result.row` returns them.
+    """
     rows, settings = json_ready(rows), {name: json_ready(value, str) for name, value in config.items()}
     return {"schema": SCHEMA, "config": settings, "ranks": ranks, "images": rows, "summary": summary(rows)}
 
@@ -368,7 +414,7 @@ Profile = Sequence[Mapping[str, Any]]  # the `drift` of a result: a mapping for 
 
 
 def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
-    """Return one profile for those of several runs: at each step the mean of the values that are there."""
+    """Return the mean of several runs' `drift`: for each step the mean of its measurements that are there."""
     steps = by_key((row["step"], row) for row in chain.from_iterable(profiles))
     return [
         {"step": step, **{name: _mean([row.get(name) for row in of_step]) for name in of_step[0] if name != "step"}}
@@ -377,7 +423,7 @@ def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the mean of values that are not None; of mappings, the mean by name."""
+    """Return the mean of values that are not None; if they are mappings, the mean for each name."""
     there = [value for value in values if value is not None]
     if there and isinstance(there[0], Mapping):
         return {name: total / len(there) for name, total in sum_by_name(there).items()}
@@ -391,24 +437,29 @@ STRIP, BARS = (16, 46), (66, 146)  # top and bottom of the strip of tensors and 
 
 
 class StepsFigure(NamedTuple):
-    """The figure of one preset in the report: for each step a bar of tensors and a bar of bytes, both as shares."""
+    """A figure of one preset in the report: for each step a bar of tensors and a bar of bytes, both as shares."""
 
     mode: str  # name of the preset
-    # SVG path of each part of the bars: "whole", "coded" and "displaced" tensors; bytes "waited" for, and "late" ones
-    paths: dict[str, str]
+    paths: dict[str, str]  # SVG path by part: "whole", "coded", "displaced" tensors; bytes "waited" for, "late"
     told: str  # the means over the steps, in words
-    last: int  # number of the last step
+    last: int  # index of the last step
 
 
 def step_figures(rows: Sequence[Mapping[str, Any]]) -> list[StepsFigure]:
-    """Return a figure for each preset that coded or displaced tensors, a mean over the rows of `metrics.json`."""
+    """Return the report's figure for each preset that coded or displaced tensors, a mean over the rows of
+    `metrics.json`."""
     lossy = (row for row in rows if row.get("drift") and "sent_fraction" in row["drift"][0])
     profiles = by_key((row["mode"], row["drift"]) for row in lossy)
     return [_figure(mode, mean_profile(of_mode)) for mode, of_mode in profiles.items()]
 
 
 def _figure(mode: str, steps: Profile) -> StepsFigure:
-    """Return the figure of a preset's mean profile."""
+    """Return the report's figure of a preset's steps.
+
+    Args:
+        mode: name of the preset.
+        steps: its mean `drift`, a mapping for each step.
+    """
     tensors = list(zip(*map(shares_of_tensors, steps), strict=True))
     sent, waited = ([row[name] for row in steps] for name in ("sent_fraction", "exposed_fraction"))
     late = [all_of_it - part for all_of_it, part in zip(sent, waited, strict=True)]
@@ -421,10 +472,12 @@ def _figure(mode: str, steps: Profile) -> StepsFigure:
 
 
 def ring_figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return the curve of the mean ring correlation for each preset of some rows, and for the biharmonic baseline.
+    """Return the curve of the mean ring correlation of each preset, and of the biharmonic method, for the report.
 
-    Each is the name, an SVG path in a picture of 100 x 100, and the resolution in words. Nothing is returned without a
-    truth.
+    Each is (name, SVG path in a picture of 100 x 100, resolution in words). The list is empty without a truth.
+
+    Args:
+        rows: rows of metrics.json.
     """
     every = (one for row in rows for one in ((row["mode"], row), ("biharmonic", row.get("baseline") or {})))
     found = by_key((name, one) for name, one in every if one.get("frc"))
@@ -439,7 +492,11 @@ def ring_figures(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]
 
 
 def resolution_told(values: Sequence[float | None]) -> str:
-    """Return the mean resolution of some slices in words, with the number of slices in which it is unknown."""
+    """Return the mean resolution of some slices in words, with the number of slices in which it is unknown.
+
+    Args:
+        values: period in voxels of each slice; None if unknown.
+    """
     known, unknown = mean(values), sum(value is None for value in values)
     told = f" (unknown in {unknown} of {len(values)} slices)" if unknown else ""
     return "unknown" if known is None else f"{known:.1f} voxels{told}"
@@ -449,6 +506,9 @@ def shares_of_tensors(row: Mapping[str, Any]) -> tuple[float, float, float]:
     """Return the shares of one step's tensors that were sent whole, that were coded, and that were displaced.
 
     The first two are tensors that attention waited for. With a codec every displaced tensor is coded too.
+
+    Args:
+        row: the step's entry in `drift`.
     """
     coded, displaced = row["coded_fraction"], row["displaced_fraction"]
     return 1 - max(coded, displaced), max(0.0, coded - displaced), displaced
@@ -459,8 +519,8 @@ def _stacked(parts: Sequence[Sequence[float]], top: float, bottom: float) -> lis
 
     Args:
         parts: for each part its share of the whole at each step.
-        top: of a full bar, in pixels.
-        bottom: of all bars, in pixels.
+        top: height of a full bar's upper end, in pixels from the figure's top.
+        bottom: the same of all bars' lower end.
     """
     count, paths = len(parts[0]), [""] * len(parts)
     wide = (WIDTH - LEFT - 6) / count
