@@ -283,7 +283,7 @@ class Engine:
         """Have ranks share the work of the pipeline's VAE. Yield a function that undoes each step."""
         vae = getattr(self._pipe, "vae", None)
         if vae is not None:
-            from cocodiff.models.decoding import share_vae
+            from cocodiff.engine.decoding import share_vae
 
             yield from share_vae(vae, self.config.vae, self.transport)
             yield replace(vae, "__getstate__", self.__reduce__)
