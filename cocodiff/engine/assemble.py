@@ -9,7 +9,7 @@ from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import TOGETHER, SubTransport, Transport
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
-from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, PLANNER, RINGS, SELECTIONS, imported, load
+from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, RINGS, SELECTIONS, imported, load, planner
 from cocodiff.exchange.codec import AllRanks, Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.kernels import Kernels
@@ -90,7 +90,7 @@ def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -
     topology: the ranks that share a sequence."""
     if config.codec != "auto":
         return config, None
-    chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, _of_job(config, work))
+    chosen: tuple[Config, str] = planner().choose_codec(config, topology, _of_job(config, work))
     return chosen
 
 
@@ -101,7 +101,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     if not topology.machine.missing_rates:
         work = _of_job(config, work)
     plain = mesh_without_ring(topology, work.heads, config.ring, codec_class(config).keeps_state, config.ring_kind)
-    chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
+    chosen: Mesh = plain or planner().choose_mesh(config, topology, work)
     return chosen
 
 

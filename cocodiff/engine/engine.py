@@ -26,7 +26,7 @@ from cocodiff.comm.trace import LINK_CLASSES, PURPOSES, Trace
 from cocodiff.comm.transport import Transport
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.config.registry import PLANNER, STEP_CACHES, load
+from cocodiff.config.registry import STEP_CACHES, load, planner
 from cocodiff.engine.agreement import check_agreement, components_of, weights_digest
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.guidance import PARTS
@@ -456,7 +456,7 @@ class Engine:
         if (ranks, ranks.segments, call) not in self._sized:
             self._sized.add((ranks, ranks.segments, call))
             held = codec.bytes_held() + sum(cache.bytes_held() for cache in self._caches)
-            load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
+            planner().check_room(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
 
     def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
         """Raise UserError if this rank lacks the memory for what the codec keeps of some layers between calls.
@@ -472,7 +472,7 @@ class Engine:
         key = self.sequence, qkv.segments, kind, self.counter.branch
         if self.sequence.strategy.codec.keeps_state and key not in self._sized:
             self._sized.add(key)
-            load(PLANNER, "room for layers")(layers, qkv, self.sequence, self._ranks_on_node)
+            planner().check_room_for_layers(layers, qkv, self.sequence, self._ranks_on_node)
 
     def _steps(self) -> int | None:
         """Return the number of steps of a run, from the pipeline or the settings; None if neither says."""
