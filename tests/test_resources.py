@@ -58,7 +58,7 @@ def test_a_rank_has_as_many_as_the_table_says(
 
     def work(transport: LoopbackTransport) -> set[str]:
         if config.guidance_parallel == 2:
-            assert GuidanceParts(topology, transport, Trace(), sequence_of).sequence.strategy
+            assert GuidanceParts(topology, transport, Trace(), sequence_of).sequence.connect()
         else:
             build_strategy(config, mesh, transport, Trace(), Kernels("torch"))
         assert transport.world.ranks == tuple(range(8))

@@ -400,7 +400,7 @@ class Engine:
             return
         from cocodiff.attention.trial import DeviceTrial, Shape, try_device
 
-        mesh, (heads, head_dim), local = sequence.mesh, self.adapter.heads(self.model), sequence.strategy.local
+        mesh, (heads, head_dim), local = sequence.mesh, self.adapter.heads(self.model), sequence.connect().local
         tokens = sum(one.tokens for one in sequence.segments) or UNKNOWN_TOKENS
         masked = any(name.endswith("mask") and isinstance(x, Tensor) for name, x in arguments.items())
         qkv = len(sample), -(-tokens // mesh.ring), -(-heads // mesh.ulysses), head_dim
@@ -441,7 +441,7 @@ class Engine:
         counter, number = self.counter, self._models.index(self.model)
         run = counter.run * len(self._models) + number  # a number for the run of this model
         step_info = StepInfo(run, counter.step, self._steps(), counter.sigma)
-        self.sequence.strategy.codec.begin_step(step_info)
+        self.sequence.connect().codec.begin_step(step_info)
         if self._caches:
             self._caches[number].begin_call(step_info, counter.branch, self.sequence, arguments)
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class SequenceRanks:
-    """The ranks that share one sequence. They cut tensors into each rank's tokens, and gather them again. Mesh and
-    strategy are made at first use, by all ranks together, since they make groups and lanes."""
+    """The ranks that share one sequence. They cut tensors into each rank's tokens, and gather them again."""
+
+    strategy: Ulysses  # the attention of this rank; absent until it is connected
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class SequenceRanks:
         trace: Trace,
         kernels: Kernels,
     ) -> None:
-        """Choose the codec if the settings leave it open. Mesh and strategy are made later.
+        """Choose the codec if the settings leave it open. Groups and lanes are made by `connect`.
 
         Args:
             topology, transport: of these ranks
@@ -55,15 +56,11 @@ class SequenceRanks:
         """The mesh of these ranks. Raises UserError for one that ranks and heads do not allow."""
         return mesh_of(self.config, self.topology, self._work)
 
-    @cached_property
-    def strategy(self) -> Ulysses:
-        """The attention of this rank."""
-        return build_strategy(self.config, self.mesh, self.transport, self._trace, self._kernels)
-
-    @property
-    def connected(self) -> bool:
-        """True once the strategy was made, with its groups and lanes."""
-        return "strategy" in vars(self)
+    def connect(self) -> Ulysses:
+        """Return this rank's attention. The first call makes it, with its groups and lanes: all ranks call together."""
+        if not hasattr(self, "strategy"):
+            self.strategy = build_strategy(self.config, self.mesh, self.transport, self._trace, self._kernels)
+        return self.strategy
 
     def shares(self, segment: str) -> tuple[int, ...]:
         """Return each rank's number of tokens in a segment."""

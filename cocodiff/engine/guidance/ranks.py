@@ -131,7 +131,7 @@ class GuidedRanks:
         # own: True if this rank's part keeps the call's branch and, of CALLS, computes it
         self.sharing, self.own = Sharing.TOGETHER, True
         self._form: Form = ()
-        _ = self.current.strategy
+        self.current.connect()
 
     def begin_call(self, counter: StepCounter, sample: Tensor, return_dict: Any, guided: bool | None) -> None:
         """Decide how guidance's two parts of the ranks share this call of the model, equally on all ranks.
@@ -205,9 +205,9 @@ class GuidedRanks:
 
     @property
     def sequences(self) -> list[SequenceRanks]:
-        """The sequences that this rank has taken part in."""
+        """The sequences that this rank has taken part in: those that are connected."""
         found = [self._together, *([] if self._parts is None else [self._parts.sequence])]
-        return [ranks for ranks in found if ranks.connected]
+        return [ranks for ranks in found if hasattr(ranks, "strategy")]
 
     def end(self, drain: bool) -> None:
         """Free the memory of all codecs. drain: see `Codec.end`."""
