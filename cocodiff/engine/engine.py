@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from cocodiff.attention.trial import DeviceTrial
     from cocodiff.engine.compiling import Compiler
     from cocodiff.engine.step_cache import FirstBlockCache
-    from cocodiff.engine.weights import SplitBlock
+    from cocodiff.engine.weights import SplitBlock, SplitWeights
 
 UNKNOWN_TOKENS = 1031  # tokens at which a device is tried if segments are not known before attention is reached
 COMPARED_CALLS = 3  # calls at the start of each run that ranks compare: with two guidance calls a step, into its second
@@ -126,7 +126,11 @@ class Engine:
     one of several transformers in a row are a run of it: codecs start again with it, and keep nothing of the models
     before."""
 
-    def __init__(self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None) -> None:
+    def __init__(
+        self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None, weights: Any = None
+    ) -> None:
+        """Make an engine; see `parallelize`. weights: a mapping from models to weights that stay split, see
+        `split_for_good`."""
         self._models = experts_of(target)
         self.model = self._models[0]  # the model of the current call
         self._pipe: Any = target if target is not self.model else None
@@ -150,6 +154,7 @@ class Engine:
         self.compiler = self._new_compiler()
         self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
         self._rule = self._guidance_rule()
+        self._weights: Mapping[nn.Module, SplitWeights] = weights or {}
         self._split: dict[nn.Module, list[SplitBlock]] = {}  # the blocks whose weights ranks share, by model
         self._parts = PARTS if self._rule.possible else 1  # number of parts of the ranks that share weights
         self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
@@ -265,9 +270,10 @@ class Engine:
         if self.compiler is not None:
             yield self.compiler.attach(model, self.adapter.blocks())
         if self.config.split is not None and self.size > 1:  # around compiled blocks
-            from cocodiff.engine.weights import split_weights
+            from cocodiff.engine.weights import SplitWeights, part_of
 
-            split = split_weights(model, self.topology, self.transport, self.config.split, self._parts)
+            among = part_of(self.topology, self.transport, self._parts)
+            split = self._weights.get(model) or SplitWeights(model, *among, *self.config.split)
             self._undo.push(split.end)
             self._undo.push(self._tell_others)  # who may wait for this rank elsewhere, and have parts of the weights
             self._split[model] = split.compared

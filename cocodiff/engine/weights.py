@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from functools import partial
 from math import inf
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -294,30 +293,19 @@ class SplitWeights:
             self._trace.count(link, own.nbytes, purpose="weights")
 
 
-_FOR_GOOD: WeakKeyDictionary[nn.Module, SplitWeights] = WeakKeyDictionary()
-
-
 def split_for_good(
     models: Sequence[nn.Module], topology: Topology, transport: Transport, split: tuple[str, int | None], parts: int
-) -> None:
+) -> dict[nn.Module, SplitWeights]:
     """Split models' weights before they are moved to the device, so that no rank needs memory for all of them.
 
-    They stay split for every engine on these ranks. All ranks call it.
+    Return them by model, for every `Engine` on these ranks. All ranks call it.
 
     Args:
         split: "card" or "node", and the number of blocks that are split (None: all)
         parts: see `part_of`
     """
-    for model in models:
-        _FOR_GOOD[model] = SplitWeights(model, *part_of(topology, transport, parts), *split, for_good=True)
-
-
-def split_weights(
-    model: nn.Module, topology: Topology, transport: Transport, split: tuple[str, int | None], parts: int
-) -> SplitWeights:
-    """Split a model's weights for an engine, unless they are split for good. All ranks call it. split, parts: as for
-    `split_for_good`."""
-    return _FOR_GOOD.get(model) or SplitWeights(model, *part_of(topology, transport, parts), *split)
+    among = part_of(topology, transport, parts)
+    return {model: SplitWeights(model, *among, *split, for_good=True) for model in models}
 
 
 def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topology, Transport]:

@@ -79,8 +79,8 @@ class Replica:
         self.topology = axes.topology.part(ranks)
         self.leads = self.transport.rank == 0
 
-    def splits_weights(self, split: tuple[str, int | None], parts: int) -> Callable[[Sequence[Any]], None]:
-        """Return a function that splits the weights of the models it is given among this replica's ranks.
+    def splits_weights(self, split: tuple[str, int | None], parts: int) -> Callable[[Sequence[Any]], Any]:
+        """Return a function that splits the weights of the models it is given, and returns them (`split_for_good`).
 
         Args:
             split: as of `Config.split`.
