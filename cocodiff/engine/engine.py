@@ -7,6 +7,7 @@ torch computes it; sharding uses forward hooks. Leaving the block restores every
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.trace import LINK_CLASSES, PURPOSES, Trace
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import RankContext, Transport
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.registry import STEP_CACHES, load, planner
@@ -157,7 +158,7 @@ class Engine:
         self._weights: Mapping[nn.Module, SplitWeights] = weights or {}
         self._split: dict[nn.Module, list[SplitBlock]] = {}  # the blocks whose weights ranks share, by model
         self._parts = PARTS if self._rule.possible else 1  # number of parts of the ranks that share weights
-        self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
+        self._guided = GuidedRanks(self._context, self._rule, self._sequence_of)
         self._inside = False
         self._results: Results | None = None  # the results of all ranks at the end of the last block
         self._undo = ExitStack()  # functions that undo what entering (before it: the warning) has changed
@@ -187,15 +188,20 @@ class Engine:
         """Return True if ranks can be divided into parts each of which has a mesh."""
         try:
             for ranks in Axes.build(self.topology, guidance=PARTS).branches[0]:
-                _ = self._sequence_of(self.topology.part(ranks), self.transport, self.trace).mesh
+                _ = self._sequence_of(dataclasses.replace(self._context, topology=self.topology.part(ranks))).mesh
         except UserError:
             return False
         return True
 
-    def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
+    @property
+    def _context(self) -> RankContext:
+        """This rank among all ranks of the engine."""
+        return RankContext(self.transport, self.topology, self.trace, self._kernels)
+
+    def _sequence_of(self, context: RankContext) -> SequenceRanks:
         work = AttentionWork(*self.adapter.heads(self.model))
-        config = self.config if transport.size == 1 else self.adapter.exchange_settings(self.config)
-        return SequenceRanks(config, topology, transport, work, trace, self._kernels)
+        config = self.config if context.transport.size == 1 else self.adapter.exchange_settings(self.config)
+        return SequenceRanks(config, context, work)
 
     @property
     def sequence(self) -> SequenceRanks:
@@ -259,7 +265,7 @@ class Engine:
             if not self._owns_transport:
                 raise UserError("the transport of this engine is closed: open another one and parallelize again")
             self.transport = open_transport(self.config)
-            self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
+            self._guided = GuidedRanks(self._context, self._rule, self._sequence_of)
 
     def _put_on(self, number: int, model: nn.Module) -> Iterator[Callable[[], object]]:
         """Make a model parallel, around what is on it already. Yield a function that undoes each step."""
