@@ -279,7 +279,7 @@ class Engine:
             from cocodiff.engine.weights import SplitWeights, part_of
 
             among = part_of(self.topology, self.transport, self._parts)
-            split = self._weights.get(model) or SplitWeights(model, *among, *self.config.split)
+            split = self._weights.get(model) or SplitWeights(model, *among, self.config.split)
             self._undo.push(split.end)
             self._undo.push(self._tell_others)  # who may wait for this rank elsewhere, and have parts of the weights
             self._split[model] = split.compared

@@ -109,7 +109,7 @@ class StandIn:
         self.waited = "wait for weights" if self.shares else "wait"
         if split is not None:
             self._blocks = Blocks(statistics.mean(block_parameters(case.shape)))
-            SplitWeights(self._blocks, case.topology, transport, *split).attach(self._trace)
+            SplitWeights(self._blocks, case.topology, transport, split).attach(self._trace)
 
     def begin(self, kind: CallKind) -> None:
         """Begin the next step, with calls of this kind. Return when the ranks have agreed on what all its layers
