@@ -206,6 +206,11 @@ def _check_no_device(ranks: int, config: Config) -> None:
         raise UserError(f"--ranks {ranks}: {used}: start them from another one, or with mpiexec or torchrun")
 
 
+def _content(file: int) -> str:
+    """Return the text in a file, whose position stays as it is."""
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
+
 class _Notes:
     """The files in memory in which forked ranks leave their ends and their output for the parent.
 
@@ -232,23 +237,18 @@ class _Notes:
     def noted_end(self, rank: int) -> End | None:
         """Return the last end that a rank has recorded; None if there is none."""
         # Another rank may be writing at this time: an incomplete last line is not read.
-        whole, _, _ = self._content(self._ends).rpartition("\n")
+        whole, _, _ = _content(self._ends).rpartition("\n")
         notes = [json.loads(line) for line in whole.splitlines()]
         return next((End(**end) for of, end in reversed(notes) if of == rank), None)
 
     def said(self, rank: int) -> str:
         """Return the output of a rank so far."""
-        return self._content(self._logs[rank])
+        return _content(self._logs[rank])
 
     def close(self) -> None:
         """Close all files in this process."""
         for file in (self.store, self._ends, *self._logs):
             os.close(file)
-
-    @staticmethod
-    def _content(file: int) -> str:
-        """Return the text in a file, whose position stays as it is."""
-        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
 def _fork(alone: Launch, ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> int:
@@ -416,8 +416,7 @@ def note_cause(launch: Launch, rank: int, end: End) -> None:
 
 def read_cause(file: int) -> UserError | PeerLost | None:
     """Return the error of a failed job from its file `Launch.cause`; None if no end is noted there."""
-    noted = os.pread(file, os.fstat(file).st_size, 0)
-    rank, end = json.loads(noted or "[0, null]")
+    rank, end = json.loads(_content(file) or "[0, null]")
     return End(**end).error(rank) if end else None
 
 
