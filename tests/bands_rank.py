@@ -19,9 +19,9 @@ from torch import Tensor
 from cocodiff.comm.launch import detect
 from cocodiff.comm.transport import Transport
 from cocodiff.config.config import Config, load_machine
+from cocodiff.engine.decoding import ShardedVAE
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.ranks import run_ranks
-from cocodiff.models.decoding import ShardedVAE
 from cocodiff.models.family import Video
 from cocodiff.planner.memory import MIB, size_peaks
 from cocodiff.topology import Topology

@@ -21,6 +21,7 @@ from cocodiff_sycl.find import Unavailable
 from cocodiff.attention import local
 from cocodiff.attention.v_major.codec import CardCall, SourceCall
 from cocodiff.comm import connect
+from cocodiff.comm.launch import Launch
 from cocodiff.comm.loopback import LoopbackTransport
 from cocodiff.comm.torch_dist import TorchDistTransport
 from cocodiff.comm.transport import LaneOwner
@@ -66,9 +67,9 @@ def end_of_error(error: BaseException) -> ranks.End:
     return ranks._end_of(error)
 
 
-def report_ends(ends: dict[int, ranks.End], count: int, left: str) -> int:
+def report_ends(launch: Launch, ends: dict[int, ranks.End], left: str) -> int:
     """Print the line of a job whose ranks have ended so, and return its exit code."""
-    return ranks._report(ends, count, left)
+    return ranks._report(launch, ends, left)
 
 
 def call_before_ends_are_noted(call: Callable[[], None]) -> None:
@@ -112,9 +113,9 @@ def words_of_restore(options: dict[str, Any]) -> list[str]:
     return arrays._words(options)
 
 
-def error_of_restore(code: int, said: str) -> Exception:
-    """Return what `cocodiff.restore` raises for a job's exit code and output."""
-    return arrays._error(code, said, Path("folder"))
+def watch_of_restore() -> Callable[..., None]:
+    """Return the function by which `cocodiff.restore` waits for its job."""
+    return arrays._watch
 
 
 def bytes_held_of_parts(engine: Any) -> list[int]:

@@ -24,8 +24,8 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.transport import SubTransport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.demo_model.vae import LappedTransformVAE
+from cocodiff.engine.decoding import ShardedVAE, TiledVAE, share_tiles, share_vae
 from cocodiff.engine.engine import parallelize
-from cocodiff.models.decoding import ShardedVAE, TiledVAE, share_tiles, share_vae
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import topology_of
 
+from cocodiff.engine.decoding import Bands
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models import load_family
-from cocodiff.models.decoding import Bands
 from cocodiff.models.family import Video
 from cocodiff.planner.case import ModelShape
 from cocodiff.planner.memory import RankMemory, VaePeak, size_peaks, tile_sides

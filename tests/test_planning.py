@@ -16,6 +16,7 @@ from worlds import topology_of
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 from cocodiff.comm.trace import LINK_CLASSES, Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config, preset_names
 from cocodiff.config.machine import Device, Machine
 from cocodiff.config.registry import EXCHANGES
@@ -138,7 +139,7 @@ def run_of(of: Case, sent: ReallySent) -> tuple[dict[str, int], dict[str, int]]:
     def work(transport: LoopbackTransport) -> dict[str, int]:
         group, slot = of.mesh.group_and_slot(transport.rank)
         trace, generator = Trace(transport.rank), torch.Generator().manual_seed(transport.rank)
-        strategy = build_strategy(of.config, of.mesh, transport, trace, Kernels("torch"))
+        strategy = build_strategy(of.config, of.mesh, RankContext(transport, of.topology, trace, Kernels("torch")))
         rows = of.mesh.layouts(of.segments, of.shape.heads)[group].rows[slot]
         for step in range(of.steps):
             x_BLHD = torch.rand(of.batch, rows, of.shape.heads, of.shape.head_dim, generator=generator).bfloat16()

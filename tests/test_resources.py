@@ -14,13 +14,12 @@ from worlds import topology_of
 from cocodiff.comm import loopback
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, Transport
+from cocodiff.comm.transport import Group, RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.engine.guidance.parts import GuidanceParts
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.kernels import Kernels
-from cocodiff.topology import Topology
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 ROWS = [line.split("|")[1:5] for line in PAGE.read_text().splitlines() if line.startswith("| `exchange: ")]
@@ -53,14 +52,12 @@ def test_a_rank_has_as_many_as_the_table_says(
 
     monkeypatch.setattr(loopback, "LoopbackTransport", OnNodes)
 
-    def sequence_of(part: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
-        return SequenceRanks(config, part, transport, AttentionWork(4), trace, Kernels("torch"))
-
     def work(transport: LoopbackTransport) -> set[str]:
+        context = RankContext(transport, topology, Trace(), Kernels("torch"))
         if config.guidance_parallel == 2:
-            assert GuidanceParts(topology, transport, Trace(), sequence_of).sequence.strategy
+            GuidanceParts(context, lambda part: SequenceRanks(config, part, AttentionWork(4))).sequence.connect()
         else:
-            build_strategy(config, mesh, transport, Trace(), Kernels("torch"))
+            build_strategy(config, mesh, context)
         assert transport.world.ranks == tuple(range(8))
         return lanes_of(transport)
 

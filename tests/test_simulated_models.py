@@ -21,9 +21,9 @@ from cocodiff.comm import loopback
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.transport import SubTransport
 from cocodiff.engine import engine
+from cocodiff.engine.decoding import share_vae
 from cocodiff.engine.engine import parallelize
 from cocodiff.kernels import lossless
-from cocodiff.models.decoding import share_vae
 
 STEPS = 3
 HALF: dict[str, Any] = {"schedule": "fixed", "ratio": 0.5, "warmup": 1, "steps": STEPS}

@@ -19,14 +19,16 @@ from planned_models import PLANNED, cast
 from seams import step_caches_of
 from tiny_models import FAMILIES
 from torch import Tensor, nn
+from worlds import topology_of
 
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.config.config import Config
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.engine import weights as shared
 from cocodiff.engine.agreement import tensors_in
-from cocodiff.engine.engine import parallelize
-from cocodiff.engine.weights import AbsentParameter
+from cocodiff.engine.engine import Engine, parallelize
+from cocodiff.engine.weights import AbsentParameter, split_for_good
 from cocodiff.models.checks import called_often
 
 STEPS = 3
@@ -370,6 +372,23 @@ def test_a_rank_that_is_gone_takes_its_part_with_it(also, monkeypatch):
 
     with pytest.raises(RuntimeError, match="gone"):
         run_ranks(2, work)
+
+
+def test_weights_that_are_split_for_good_stay_split_between_engines():
+    model, inputs = FAMILIES["sd3"][0](6).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 5, 3)
+
+    def work(transport: Any) -> list[Tensor]:
+        own, whole, outputs = copy.deepcopy(model), copy.deepcopy(model), list[Tensor]()
+        split = split_for_good([own], topology_of("local", 2), transport, ("node", None), 1)
+        for preset in ("flat", "tapa"):
+            with Engine(own, Config.preset(preset, weights="node"), transport, weights=split), torch.no_grad():
+                outputs.append(own(**inputs, return_dict=False)[0].clone())
+            assert not any(held(own))
+        with parallelize(whole, transport=transport), torch.no_grad():
+            return [*outputs, whole(**inputs, return_dict=False)[0]]
+
+    for flat, tapa, expected in run_ranks(2, work):
+        assert torch.equal(flat, expected) and torch.equal(tapa, expected)
 
 
 def test_what_cannot_be_split_is_refused():

@@ -15,6 +15,7 @@ from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.config.registry import COSTS, ORDERS, RECORDS, SELECTIONS
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
@@ -59,7 +60,7 @@ def attend(**settings: object) -> list[tuple[torch.Tensor, dict[str, int]]]:
 
     def work(transport):
         trace, own = Trace(transport.rank), [x[:, rows[transport.rank]] for x in tensors()]
-        strategy = build_strategy(config, mesh, transport, trace, Kernels("torch"))
+        strategy = build_strategy(config, mesh, RankContext(transport, topology, trace, Kernels("torch")))
         q, k, v = (lambda x=x: x for x in own)
         for step in range(2):
             trace.clear()

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial, all_merged, merged
-from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, LaneFuture, Pending, Transport
-from cocodiff.kernels import Kernels, views
+from cocodiff.comm.transport import Group, LaneFuture, Pending, RankContext
+from cocodiff.kernels import views
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.routes.rounds import CARD, NODE, TILE, Move, visits_of
 
@@ -49,23 +48,20 @@ class Ring:
     def __init__(
         self,
         mesh: Mesh,
-        transport: Transport,
-        trace: Trace,
-        kernels: Kernels | None = None,
+        context: RankContext,
         local: LocalAttention | None = None,
         sequences: Sequence[tuple[int, ...]] = (),
     ) -> None:
         """Make the ring's group and lane. All ranks have to do so together.
 
         Args:
-            transport: of all ranks of the mesh.
+            context: this rank among all ranks of the mesh.
             local: computes attention on this rank.
             sequences: for every group, the order of its ranks' rows at this slot, where it differs (see
                 `Layout.sequence`).
         """
-        self.mesh, self._trace, self._local = mesh, trace, local or LocalAttention()
-        self.sequences = sequences or [()] * mesh.ring
-        self._kernels = kernels or Kernels(note=trace.note_kernel)
+        self.mesh, self._trace, self._local = mesh, context.trace, local or LocalAttention()
+        self.sequences, self._kernels, transport = sequences or [()] * mesh.ring, context.kernels, context.transport
         self.rank, (self.group, slot) = transport.rank, mesh.group_and_slot(transport.rank)
         self._visits = visits_of(mesh, transport.rank)
         self._rank_of = [group[slot] for group in mesh.groups]
@@ -162,12 +158,12 @@ class TokenRing(Ring):
     """The place of one rank in a ring of queries. Its messages are tensors as they are, even if the Ulysses part has a
     codec."""
 
-    def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
+    def __init__(self, mesh: Mesh, context: RankContext, *more: Any) -> None:
         """Make the ring's groups and lane; see `Ring`."""
-        super().__init__(mesh, transport, *more)
+        super().__init__(mesh, context, *more)
         self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))
         # For everything but queries: on accelerators messages of one communicator are sent one after the other.
-        self._back = transport.group(self._ranks.ranks)
+        self._back = context.transport.group(self._ranks.ranks)
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """Return attention of the group's queries to all groups' keys; see `Ring.attend`."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cocodiff.attention.local import AttentionCall, Keys, Partial, all_merged, merged
 from cocodiff.attention.ring import LANE, Ring, head_pieces
-from cocodiff.comm.transport import Pending, Transport
+from cocodiff.comm.transport import Pending, RankContext
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.routes.rounds import rounds_of
 
@@ -66,9 +66,9 @@ class Streaming(Ring):
     """The place of one rank among ranks that keep their keys. Its messages are tensors as they are, even if the Ulysses
     part has a codec."""
 
-    def __init__(self, mesh: Mesh, transport: Transport, *more: Any) -> None:
+    def __init__(self, mesh: Mesh, context: RankContext, *more: Any) -> None:
         """Make groups and the lane; see `Ring`."""
-        super().__init__(mesh, transport, *more)
+        super().__init__(mesh, context, *more)
         grid = rounds_of(mesh)[mesh.group_and_slot(self.rank)[1]]
         within = len(grid.members) // grid.shape[0]
         nodes = [grid.members[n : n + within] for n in range(0, len(grid.members), within)]
@@ -82,9 +82,9 @@ class Streaming(Ring):
         ]
         # Separate communicators for results and for messages between nodes: on accelerators messages of one
         # communicator are sent one after the other. All ranks make the same number.
-        self._back = transport.group(self._ranks.ranks)
+        self._back = context.transport.group(self._ranks.ranks)
         crossing = any(of_slot.shape[0] > 1 for of_slot in rounds_of(mesh))
-        self._across = transport.group(self._ranks.ranks) if crossing else self._ranks
+        self._across = context.transport.group(self._ranks.ranks) if crossing else self._ranks
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
         """Return attention of the group's queries to all groups' keys; see `Ring.attend`."""

@@ -19,7 +19,7 @@ from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import OwnRankError, UserError, check_choice
 from cocodiff.config.packages import one_line_of_imports
 from cocodiff.jobs.children import ignore_stops, keep_interrupts
-from cocodiff.jobs.ranks import GRACE_S
+from cocodiff.jobs.ranks import GRACE_S, End, note_cause
 from cocodiff.jobs.terminal import open_streams, stop_writing
 
 MODULES = {  # modules of subcommands; others are modules of this package with the subcommand's name
@@ -56,18 +56,19 @@ def program() -> NoReturn:
     sys.exit(code)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, launch: Launch | None = None) -> int:
     """Run a subcommand and return its exit code; 141, as after SIGPIPE, if the reader of the output has closed it.
 
     Args:
         argv: the subcommand and its options; None for the process's own arguments.
+        launch: the way in which this process was started; None to detect it in the environment.
     """
     open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # letters that the terminal does not have are escaped
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = run_command(sys.argv[1:] if argv is None else argv)
+        code = run_command(sys.argv[1:] if argv is None else argv, launch)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -102,8 +103,9 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
             return int(command.start(words[1:], launch))
     except UserError as error:
         if launch is None or launch.speaks:
-            # One line, even if a name from the user has several.
-            print(f"cocodiff: {' '.join(str(error).splitlines())}", file=sys.stderr)
+            line = " ".join(str(error).splitlines())  # a name from the user may have several lines
+            note_cause(launch or Launch(), 0, End("mistake", line))
+            print(f"cocodiff: {line}", file=sys.stderr)
         else:  # launchers kill a job at its first bad exit, so wait until rank 0 has printed the error
             time.sleep(GRACE_S)
         return 1 if isinstance(error, OwnRankError) else 2

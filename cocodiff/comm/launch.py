@@ -62,6 +62,7 @@ class Launch:
     local_size: int | None = None  # number of ranks on this node; None if unknown
     meeting: Meeting | None = None  # of forked ranks
     guessed: bool = False  # True if the size assumes the same number of ranks on every node of the job
+    cause: int | None = None  # descriptor of a file that takes the end of the rank by which a job fails
 
     @property
     def speaks(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
@@ -27,7 +26,6 @@ NEVER = datetime.timedelta(days=7)
 # Releases of PyTorch whose xccl makes a oneCCL group for each message of a batch (torch-xpu-ops, release/2.10,
 # ProcessGroupXCCL.cpp:990; fixed in 2.11 by 2688). At a group's end the host waits for the message's other rank.
 ONE_BY_ONE = ("2.10",)
-_gloo_groups: Counter[tuple[int, ...]] = Counter()  # number of groups that this process has made, by their ranks
 _users: list[TorchDistTransport] = []  # transports over the default process group, if one of them started it
 
 
@@ -58,12 +56,11 @@ def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
     shared: Any = getattr(world._get_backend(torch.device("cpu")), "options", None)
     if not getattr(shared, "_devices", None):
         return new_group(ranks)
-    name = f"cocodiff/{'-'.join(map(str, ranks))}/{_gloo_groups[ranks]}"
-    _gloo_groups[ranks] += 1
+    name, whole = f"cocodiff/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store()
+    number = whole.add(f"{name}/made by {rank}", 1)  # ranks that make the same groups of these ranks find the same
     options = gloo._Options()
     options._devices, options._timeout, options._threads = shared._devices, NEVER, shared._threads
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return gloo(store, ranks.index(rank), len(ranks), options)
+    return gloo(dist.PrefixStore(f"{name}/{number}", whole), ranks.index(rank), len(ranks), options)
 
 
 class _Works:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,9 +24,12 @@ from torch import Tensor
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.objects import as_bytes, as_value
+from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
 from cocodiff.config.registry import imported
+from cocodiff.kernels import Kernels
 from cocodiff.kernels.device import HandedOver, OwnStream
+from cocodiff.topology import Topology
 
 T = TypeVar("T")
 Messages = list[tuple[Tensor, int]]  # tensors, each with the peer that it goes to or comes from
@@ -376,6 +380,16 @@ class SubTransport(Transport):
 
     def close(self) -> None:
         self._closed = True
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The transport, places, record and kernels of one rank among the ranks that it computes with."""
+
+    transport: Transport  # of these ranks
+    topology: Topology  # the places of these ranks
+    trace: Trace  # counts the bytes that this rank sends
+    kernels: Kernels
 
 
 def check_counts(peers: int, *lists: list[Tensor]) -> None:

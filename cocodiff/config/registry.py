@@ -48,13 +48,6 @@ COSTS = {
     CODECS["lossless"]: "cocodiff.planner.costs:ResidualCosts",
     ARRIVALS["displaced"]: "cocodiff.planner.costs:ResidualCosts",
 }
-# Questions of a run that the planner answers. A run that asks none of them never imports the planner.
-PLANNER = {
-    "codec": "cocodiff.planner.automatic:choose_codec",
-    "mesh": "cocodiff.planner.automatic:choose_mesh",
-    "room": "cocodiff.planner.automatic:check_room",
-    "room for layers": "cocodiff.planner.automatic:check_room_for_layers",
-}
 # The dataclass of an engine's settings, from which the command line, settings files and sweeps are made.
 RECORDS = {"engine": "cocodiff.config.config:Config"}
 
@@ -67,6 +60,11 @@ def load(table: Mapping[str, str], name: str) -> Any:
         table: import strings "module:attribute" by name.
     """
     return imported(table[name])
+
+
+def planner() -> Any:
+    """Return the module that answers what a run leaves open. A run that asks nothing never imports it."""
+    return import_module("cocodiff.planner.automatic")
 
 
 def imported(name: str) -> Any:

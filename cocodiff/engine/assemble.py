@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import TOGETHER, SubTransport, Transport
+from cocodiff.comm.transport import TOGETHER, RankContext, SubTransport
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
-from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, PLANNER, RINGS, SELECTIONS, imported, load
+from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, RINGS, SELECTIONS, imported, load, planner
 from cocodiff.exchange.codec import AllRanks, Codec
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh, mesh_without_ring
@@ -38,33 +36,25 @@ class AttentionWork:
         return self.batch * self.head_dim * self.itemsize
 
 
-def build_strategy(
-    config: Config,
-    mesh: Mesh,
-    transport: Transport,
-    trace: Trace,
-    kernels: Kernels,
-    local: LocalAttention | None = None,
-) -> Ulysses:
+def build_strategy(config: Config, mesh: Mesh, context: RankContext, local: LocalAttention | None = None) -> Ulysses:
     """Return the attention of one rank: Ulysses within its group, with a ring if there are several groups. All ranks
-    call it, since it makes groups and lanes. The transport may be a virtual one. local: the attention on this rank's
-    heads, see `Ulysses`."""
-    exchange, ring, local = None, None, local or LocalAttention()
+    call it, since it makes groups and lanes. The context's transport may be a virtual one. local: the attention on this
+    rank's heads, see `Ulysses`."""
+    exchange, ring, local, transport = None, None, local or LocalAttention(), context.transport
     group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
     members = transport if ranks == tuple(range(transport.size)) else SubTransport(transport, ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # first, since groups of different shape then make their own groups and lanes
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]
-        ring = load(RINGS, mesh.kind)(mesh, transport, trace, kernels, local, sequences)
+        ring = load(RINGS, mesh.kind)(mesh, context, local, sequences)
     if mesh.ulysses > 1:
         table = exchange_table(config, mesh.topology)
         together = TOGETHER[config.messages]
-        exchange = Exchange(
-            config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked, together
-        )
+        of_group = replace(context, transport=members, topology=topology)
+        exchange = Exchange(config.exchange, of_group, table, config.nic_balance, chunked, together)
     codec = codec_class(config)(config, exchange, members, AllRanks(mesh.topology, transport))
-    return Ulysses(topology, exchange, trace, load(ORDERS, config.order), codec, local, ring)
+    return Ulysses(topology, exchange, context.trace, load(ORDERS, config.order), codec, local, ring)
 
 
 def codec_name(config: Config) -> str:
@@ -90,7 +80,7 @@ def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -
     topology: the ranks that share a sequence."""
     if config.codec != "auto":
         return config, None
-    chosen: tuple[Config, str] = load(PLANNER, "codec")(config, topology, _of_job(config, work))
+    chosen: tuple[Config, str] = planner().choose_codec(config, topology, _of_job(config, work))
     return chosen
 
 
@@ -101,7 +91,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     if not topology.machine.missing_rates:
         work = _of_job(config, work)
     plain = mesh_without_ring(topology, work.heads, config.ring, codec_class(config).keeps_state, config.ring_kind)
-    chosen: Mesh = plain or load(PLANNER, "mesh")(config, topology, work)
+    chosen: Mesh = plain or planner().choose_mesh(config, topology, work)
     return chosen
 
 

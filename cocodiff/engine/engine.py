@@ -7,6 +7,7 @@ torch computes it; sharding uses forward hooks. Leaving the block restores every
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,10 +24,10 @@ from cocodiff.comm.connect import connect, place_rank
 from cocodiff.comm.health import Limits, OnLoss
 from cocodiff.comm.launch import Launch, detect
 from cocodiff.comm.trace import LINK_CLASSES, PURPOSES, Trace
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import RankContext, Transport
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import PeerLost, UserError
-from cocodiff.config.registry import PLANNER, STEP_CACHES, load
+from cocodiff.config.registry import STEP_CACHES, load, planner
 from cocodiff.engine.agreement import check_agreement, components_of, weights_digest
 from cocodiff.engine.assemble import AttentionWork
 from cocodiff.engine.guidance import PARTS
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from cocodiff.attention.trial import DeviceTrial
     from cocodiff.engine.compiling import Compiler
     from cocodiff.engine.step_cache import FirstBlockCache
-    from cocodiff.engine.weights import SplitBlock
+    from cocodiff.engine.weights import SplitBlock, SplitWeights
 
 UNKNOWN_TOKENS = 1031  # tokens at which a device is tried if segments are not known before attention is reached
 COMPARED_CALLS = 3  # calls at the start of each run that ranks compare: with two guidance calls a step, into its second
@@ -126,7 +127,11 @@ class Engine:
     one of several transformers in a row are a run of it: codecs start again with it, and keep nothing of the models
     before."""
 
-    def __init__(self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None) -> None:
+    def __init__(
+        self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None, weights: Any = None
+    ) -> None:
+        """Make an engine; see `parallelize`. weights: a mapping from models to weights that stay split, see
+        `split_for_good`."""
         self._models = experts_of(target)
         self.model = self._models[0]  # the model of the current call
         self._pipe: Any = target if target is not self.model else None
@@ -150,9 +155,10 @@ class Engine:
         self.compiler = self._new_compiler()
         self._kernels = self._new_kernels(config.kernels, self.trace.note_kernel)
         self._rule = self._guidance_rule()
+        self._weights: Mapping[nn.Module, SplitWeights] = weights or {}
         self._split: dict[nn.Module, list[SplitBlock]] = {}  # the blocks whose weights ranks share, by model
         self._parts = PARTS if self._rule.possible else 1  # number of parts of the ranks that share weights
-        self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
+        self._guided = GuidedRanks(self._context, self._rule, self._sequence_of)
         self._inside = False
         self._results: Results | None = None  # the results of all ranks at the end of the last block
         self._undo = ExitStack()  # functions that undo what entering (before it: the warning) has changed
@@ -182,15 +188,20 @@ class Engine:
         """Return True if ranks can be divided into parts each of which has a mesh."""
         try:
             for ranks in Axes.build(self.topology, guidance=PARTS).branches[0]:
-                _ = self._sequence_of(self.topology.part(ranks), self.transport, self.trace).mesh
+                _ = self._sequence_of(dataclasses.replace(self._context, topology=self.topology.part(ranks))).mesh
         except UserError:
             return False
         return True
 
-    def _sequence_of(self, topology: Topology, transport: Transport, trace: Trace) -> SequenceRanks:
+    @property
+    def _context(self) -> RankContext:
+        """This rank among all ranks of the engine."""
+        return RankContext(self.transport, self.topology, self.trace, self._kernels)
+
+    def _sequence_of(self, context: RankContext) -> SequenceRanks:
         work = AttentionWork(*self.adapter.heads(self.model))
-        config = self.config if transport.size == 1 else self.adapter.exchange_settings(self.config)
-        return SequenceRanks(config, topology, transport, work, trace, self._kernels)
+        config = self.config if context.transport.size == 1 else self.adapter.exchange_settings(self.config)
+        return SequenceRanks(config, context, work)
 
     @property
     def sequence(self) -> SequenceRanks:
@@ -254,7 +265,7 @@ class Engine:
             if not self._owns_transport:
                 raise UserError("the transport of this engine is closed: open another one and parallelize again")
             self.transport = open_transport(self.config)
-            self._guided = GuidedRanks(self.topology, self.transport, self._rule, self.trace, self._sequence_of)
+            self._guided = GuidedRanks(self._context, self._rule, self._sequence_of)
 
     def _put_on(self, number: int, model: nn.Module) -> Iterator[Callable[[], object]]:
         """Make a model parallel, around what is on it already. Yield a function that undoes each step."""
@@ -265,9 +276,10 @@ class Engine:
         if self.compiler is not None:
             yield self.compiler.attach(model, self.adapter.blocks())
         if self.config.split is not None and self.size > 1:  # around compiled blocks
-            from cocodiff.engine.weights import split_weights
+            from cocodiff.engine.weights import SplitWeights, part_of
 
-            split = split_weights(model, self.topology, self.transport, self.config.split, self._parts)
+            among = part_of(self.topology, self.transport, self._parts)
+            split = self._weights.get(model) or SplitWeights(model, *among, self.config.split)
             self._undo.push(split.end)
             self._undo.push(self._tell_others)  # who may wait for this rank elsewhere, and have parts of the weights
             self._split[model] = split.compared
@@ -283,7 +295,7 @@ class Engine:
         """Have ranks share the work of the pipeline's VAE. Yield a function that undoes each step."""
         vae = getattr(self._pipe, "vae", None)
         if vae is not None:
-            from cocodiff.models.decoding import share_vae
+            from cocodiff.engine.decoding import share_vae
 
             yield from share_vae(vae, self.config.vae, self.transport)
             yield replace(vae, "__getstate__", self.__reduce__)
@@ -400,7 +412,7 @@ class Engine:
             return
         from cocodiff.attention.trial import DeviceTrial, Shape, try_device
 
-        mesh, (heads, head_dim), local = sequence.mesh, self.adapter.heads(self.model), sequence.strategy.local
+        mesh, (heads, head_dim), local = sequence.mesh, self.adapter.heads(self.model), sequence.connect().local
         tokens = sum(one.tokens for one in sequence.segments) or UNKNOWN_TOKENS
         masked = any(name.endswith("mask") and isinstance(x, Tensor) for name, x in arguments.items())
         qkv = len(sample), -(-tokens // mesh.ring), -(-heads // mesh.ulysses), head_dim
@@ -441,7 +453,7 @@ class Engine:
         counter, number = self.counter, self._models.index(self.model)
         run = counter.run * len(self._models) + number  # a number for the run of this model
         step_info = StepInfo(run, counter.step, self._steps(), counter.sigma)
-        self.sequence.strategy.codec.begin_step(step_info)
+        self.sequence.connect().codec.begin_step(step_info)
         if self._caches:
             self._caches[number].begin_call(step_info, counter.branch, self.sequence, arguments)
 
@@ -456,7 +468,7 @@ class Engine:
         if (ranks, ranks.segments, call) not in self._sized:
             self._sized.add((ranks, ranks.segments, call))
             held = codec.bytes_held() + sum(cache.bytes_held() for cache in self._caches)
-            load(PLANNER, "room")(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
+            planner().check_room(self.model, self.family, ranks, call, hidden.device, self._ranks_on_node, held)
 
     def check_room(self, kind: str, layers: int, qkv: LazyQKV) -> None:
         """Raise UserError if this rank lacks the memory for what the codec keeps of some layers between calls.
@@ -472,7 +484,7 @@ class Engine:
         key = self.sequence, qkv.segments, kind, self.counter.branch
         if self.sequence.strategy.codec.keeps_state and key not in self._sized:
             self._sized.add(key)
-            load(PLANNER, "room for layers")(layers, qkv, self.sequence, self._ranks_on_node)
+            planner().check_room_for_layers(layers, qkv, self.sequence, self._ranks_on_node)
 
     def _steps(self) -> int | None:
         """Return the number of steps of a run, from the pipeline or the settings; None if neither says."""

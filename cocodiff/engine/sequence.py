@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of, with_codec_chosen
-from cocodiff.kernels import Kernels
-from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Segments, slices
 
@@ -24,30 +21,22 @@ if TYPE_CHECKING:
 
 
 class SequenceRanks:
-    """The ranks that share one sequence. They cut tensors into each rank's tokens, and gather them again. Mesh and
-    strategy are made at first use, by all ranks together, since they make groups and lanes."""
+    """The ranks that share one sequence. They cut tensors into each rank's tokens, and gather them again."""
 
-    def __init__(
-        self,
-        config: Config,
-        topology: Topology,
-        transport: Transport,
-        work: AttentionWork,
-        trace: Trace,
-        kernels: Kernels,
-    ) -> None:
-        """Choose the codec if the settings leave it open. Mesh and strategy are made later.
+    strategy: Ulysses  # the attention of this rank; absent until it is connected
+
+    def __init__(self, config: Config, context: RankContext, work: AttentionWork) -> None:
+        """Choose the codec if the settings leave it open. Groups and lanes are made by `connect`.
 
         Args:
-            topology, transport: of these ranks
+            context: this rank among these ranks
             work: the attention call by which the mesh is chosen
-            trace: counts the bytes that this rank sends
         """
-        self._work, self._trace, self._kernels = work, trace, kernels
+        self._work, self._context, self._trace = work, context, context.trace
+        self.topology, self.transport = context.topology, context.transport
         # The settings with every choice made, and these choices in words (None: nothing was left to choose).
-        self.config, self.chosen = with_codec_chosen(config, topology, work)
-        self.topology, self.transport = topology, transport
-        self.rank, self.size = transport.rank, transport.size
+        self.config, self.chosen = with_codec_chosen(config, self.topology, work)
+        self.rank, self.size = self.transport.rank, self.transport.size
         self.segments: Segments = ()  # the current call's, with the tokens of all these ranks; set before each call
 
     @cached_property
@@ -55,15 +44,11 @@ class SequenceRanks:
         """The mesh of these ranks. Raises UserError for one that ranks and heads do not allow."""
         return mesh_of(self.config, self.topology, self._work)
 
-    @cached_property
-    def strategy(self) -> Ulysses:
-        """The attention of this rank."""
-        return build_strategy(self.config, self.mesh, self.transport, self._trace, self._kernels)
-
-    @property
-    def connected(self) -> bool:
-        """True once the strategy was made, with its groups and lanes."""
-        return "strategy" in vars(self)
+    def connect(self) -> Ulysses:
+        """Return this rank's attention. The first call makes it, with its groups and lanes: all ranks call together."""
+        if not hasattr(self, "strategy"):
+            self.strategy = build_strategy(self.config, self.mesh, self._context)
+        return self.strategy
 
     def shares(self, segment: str) -> tuple[int, ...]:
         """Return each rank's number of tokens in a segment."""

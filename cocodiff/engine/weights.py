@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from functools import partial
 from math import inf
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ GIVING_BACK_S = 10.0  # seconds that a rank which leaves with an error waits for
 PAUSE_S = 0.05  # seconds between two attempts of a wait that an error ends
 SET_DATA = vars(Tensor.__base__)["data"].__set__
 OF_PARAMETERS = WITHOUT_VALUES | functions_named("requires_grad_", "_has_compatible_shallow_copy_type")
+Split = tuple[str, int | None]  # "card" or "node", and a number of blocks (None: all)
 Place = tuple[int, int, torch.device]  # number of ranks that share a block, index of this one, its device
 
 
@@ -137,23 +137,16 @@ class SplitWeights:
     """The weights of a model's blocks, some of them split among the ranks of this rank's card or node."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        topology: Topology,
-        transport: Transport,
-        among: str,
-        layers: int | None,
-        for_good: bool = False,
+        self, model: nn.Module, topology: Topology, transport: Transport, split: Split, for_good: bool = False
     ) -> None:
         """Split the blocks. All ranks call it.
 
         Args:
-            among: "card" or "node"
-            layers: number of blocks that are split, evenly spread; None for all
+            split: the ranks that share a block, and the number of blocks that are split, evenly spread
             for_good: keep them split when an engine is left
         """
         self._name, self._lost = type(model).__name__, ""  # lost: in words, why parameters were not made whole again
-        self._ranks = sharing(topology, among, transport.rank)
+        self._ranks = sharing(topology, split[0], transport.rank)
         self._sharing = SubTransport(transport, self._ranks)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
         self._group: Group = transport.group(self._ranks)
@@ -165,7 +158,7 @@ class SplitWeights:
         blocks, seen = called_often(model)[1:], set[int]()
         place = len(self._ranks), self._index, transport.device
         self.compared: list[SplitBlock] = []  # also filled if this rank shares them with no other
-        for name, module in [blocks[number] for number in split_blocks(len(blocks), layers)]:
+        for name, module in [blocks[number] for number in split_blocks(len(blocks), split[1])]:
             own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
             seen |= set(map(id, own))
             self.compared.append(SplitBlock(name, module, own, place, self._fetch))
@@ -294,30 +287,19 @@ class SplitWeights:
             self._trace.count(link, own.nbytes, purpose="weights")
 
 
-_FOR_GOOD: WeakKeyDictionary[nn.Module, SplitWeights] = WeakKeyDictionary()
-
-
 def split_for_good(
-    models: Sequence[nn.Module], topology: Topology, transport: Transport, split: tuple[str, int | None], parts: int
-) -> None:
+    models: Sequence[nn.Module], topology: Topology, transport: Transport, split: Split, parts: int
+) -> dict[nn.Module, SplitWeights]:
     """Split models' weights before they are moved to the device, so that no rank needs memory for all of them.
 
-    They stay split for every engine on these ranks. All ranks call it.
+    Return them by model, for every `Engine` on these ranks. All ranks call it.
 
     Args:
-        split: "card" or "node", and the number of blocks that are split (None: all)
+        split: see `SplitWeights`
         parts: see `part_of`
     """
-    for model in models:
-        _FOR_GOOD[model] = SplitWeights(model, *part_of(topology, transport, parts), *split, for_good=True)
-
-
-def split_weights(
-    model: nn.Module, topology: Topology, transport: Transport, split: tuple[str, int | None], parts: int
-) -> SplitWeights:
-    """Split a model's weights for an engine, unless they are split for good. All ranks call it. split, parts: as for
-    `split_for_good`."""
-    return _FOR_GOOD.get(model) or SplitWeights(model, *part_of(topology, transport, parts), *split)
+    among = part_of(topology, transport, parts)
+    return {model: SplitWeights(model, *among, split, for_good=True) for model in models}
 
 
 def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topology, Transport]:

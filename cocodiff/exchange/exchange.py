@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, Lane, LaneFuture, Transport
+from cocodiff.comm.transport import Group, Lane, LaneFuture, RankContext
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
 from cocodiff.exchange.outgoing import Outgoing
-from cocodiff.kernels import Kernels
-from cocodiff.topology import Topology
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, chunk_ranks, megabytes_per_rank
 from cocodiff.topology.routes.plans import Phase, Plan, plan_of, reverse
 
@@ -32,29 +29,25 @@ class Exchange:
     def __init__(
         self,
         name: str,
-        topology: Topology,
-        transport: Transport,
-        trace: Trace,
+        context: RankContext,
         table: ExchangeTable | None = None,
         nic_balance: bool = True,
-        kernels: Kernels | None = None,
         chunking: Chunking | None = None,
         together: bool | None = None,
     ) -> None:
-        """Make plans, groups and lanes. All ranks of `transport` have to do so together.
+        """Make plans, groups and lanes. All ranks of the context's transport have to do so together.
 
         Args:
             name: a name in the table `EXCHANGES`, or "auto" to choose by `table` for each size.
             table: the exchange by size, for "auto".
             nic_balance: True to spread split's messages between nodes over the NICs.
-            kernels: packs and unpacks; by default the choice for the device, recorded in the trace.
             chunking: the stages in which tensors may also be sent; None for none.
             together: see `Transport.group`. It is off with stages, because ranks post their messages in different
                 orders.
         """
-        self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
-        self.kernels = kernels or Kernels(note=trace.note_kernel)
-        self.port = Port(self.rank, topology, self.kernels, trace)
+        transport, topology, self._table = context.transport, context.topology, table
+        self.rank, self.topology, self.trace, self.kernels = transport.rank, topology, context.trace, context.kernels
+        self.port = Port(self.rank, topology, self.kernels, self.trace)
         known = EXCHANGES if name == "auto" else (name,)
         self.plans: dict[str, Plan] = {one: plan_of(topology, self.rank, one, nic_balance) for one in known}
         self._name = next(iter(self.plans))

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -25,18 +24,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise, product
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import TYPE_CHECKING, Any
 
 from cocodiff.comm.launch import without_launcher
+from cocodiff.comm.peers import Limits
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.jobs.children import STOP_S, dependent_words
-from cocodiff.jobs.ranks import read_loss
+from cocodiff.jobs.ranks import read_cause
 from cocodiff.jobs.store import PARTIAL, Store
 
 if TYPE_CHECKING:
     import numpy as np
 
 OUTLINE = (255, 176, 0)  # red, green and blue of a mask's outline
+LOOK_S = 0.5  # time between two looks at a job
 SAID = 2000  # characters at the end of a failed job's output that its error shows
 # Options of `cocodiff inpaint` that callers of `restore` cannot give, since it sets them itself.
 DECIDED = "input mask out preset format quiet keep_samples overwrite resume config dry_run"
@@ -192,7 +194,7 @@ def restore(
         raise UserError(f"restore: {', '.join(unknown)} cannot be given: the function decides it")
     if not isinstance(preset, str) or "," in preset:
         raise UserError(f"restore: preset is {preset!r}: give the name of one")
-    with tempfile.TemporaryDirectory(prefix="cocodiff-restore-") as name, _started(Path(name)) as job:
+    with tempfile.TemporaryDirectory(prefix="cocodiff-restore-") as name, _started(Path(name)) as (job, cause):
         folder = Path(name)
         _save(volume, folder / "volume.npy")
         _save(mask, folder / "mask.npy")
@@ -200,7 +202,12 @@ def restore(
         given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
         words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
-        _run(job, words, out, progress)
+        assert job.stdin is not None
+        with suppress(BrokenPipeError), job.stdin:  # a job that was killed is reported by its exit code
+            job.stdin.write(json.dumps(words))
+        _watch(job, out, progress, options.get("timeout_s", Limits.timeout_s))
+        if job.returncode:
+            raise _error(job.returncode, cause, folder)
         restored = _read(folder, preset)
     for line in restored.metrics["inputs"][0]["remarks"]:
         warnings.warn(f"restore: {line.replace('--', '')}", stacklevel=2)
@@ -270,65 +277,69 @@ def _words(options: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _started(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def _started(folder: Path) -> Iterator[tuple[Popen[str], int]]:
     """Start the process of a job, which waits for its options on stdin. End it if the block raises.
 
-    Its output goes to the file `said` in the folder. It is started before the volume is written to the folder, since it
+    Yield it and the file `Launch.cause`, which is in memory: a full disk does not hide why a job fails. The job's
+    output goes to the file `said` in the folder. It is started before the volume is written to the folder, since it
     removes the folder if this process is killed.
     """
-    command, environment = dependent_words("main(json.load(sys.stdin))", str(folder)), without_launcher(os.environ)
-    with (folder / "said").open("w") as said:
-        job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said, env=environment, text=True)
-    try:
-        yield job
-    except BaseException:
-        job.terminate()
+    env = without_launcher(os.environ)
+    with (folder / "said").open("w") as said, os.fdopen(os.memfd_create("cocodiff")) as file:
+        cause = file.fileno()
+        command = dependent_words(f"main(json.load(sys.stdin), Launch(cause={cause}))", str(folder))
+        job = Popen(command, stdin=PIPE, stdout=said, stderr=said, env=env, text=True, pass_fds=[cause])
         try:
-            job.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            job.kill()
-            job.wait()
-        raise
+            yield job, cause
+        except BaseException:
+            job.terminate()
+            try:
+                job.wait(STOP_S)
+            except TimeoutExpired:
+                job.kill()
+                job.wait()
+            raise
 
 
-def _run(job: subprocess.Popen[str], words: Sequence[str], out: Path, progress: bool) -> None:
-    """Send a job its options and wait for its end. Raise its error, as `restore` does."""
-    assert job.stdin is not None
-    with suppress(BrokenPipeError), job.stdin:  # a job that was killed is reported by its exit code
-        job.stdin.write(json.dumps(words))
-    _watch(job, out, progress)
-    if job.returncode:
-        raise _error(job.returncode, (out.parent / "said").read_text(errors="replace"), out.parent)
+def _watch(job: Popen[str], out: Path, progress: bool, timeout_s: float | str) -> None:
+    """Wait for a job's end, and show a bar of the slices that are finished in the store below `out`.
 
-
-def _watch(job: subprocess.Popen[str], out: Path, progress: bool) -> None:
-    """Wait for a job's end, and show a bar of the slices that are finished in the store below `out`."""
+    Raise PeerLost if the job's process is stopped for more than `timeout_s`: nobody else watches it.
+    """
     from tqdm.auto import tqdm
 
-    store = Store(out / PARTIAL)
+    store, stopped_s = Store(out / PARTIAL), 0.0
     with tqdm(desc="restoring", unit="slice", disable=not progress or sys.stderr is None) as bar:
         while True:
-            with suppress(subprocess.TimeoutExpired):
-                job.wait(0.5)
+            with suppress(TimeoutExpired):
+                job.wait(LOOK_S)
                 return
+            # The time is counted in looks, since this process may be stopped too (Ctrl-Z).
+            is_stopped = os.waitid(os.P_PID, job.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+            stopped_s = stopped_s + LOOK_S if is_stopped else 0.0
+            if is_stopped and stopped_s > float(timeout_s):
+                job.kill()
+                raise PeerLost(0, f"was stopped for more than {timeout_s} s")
             kept = store.kept() if progress else None
             if kept is not None:
                 bar.total, bar.n = kept.total, kept.done
                 bar.refresh()
 
 
-def _error(code: int, text: str, folder: Path) -> Exception:
-    """Return the error for a job's exit code and output. Temporary files and `--` are removed from a UserError."""
-    said = [line.removeprefix("cocodiff: ") for line in text.splitlines() if line.startswith("cocodiff: ")]
-    failed = RuntimeError(f"the restoration failed: {text[-SAID:]}")
-    if code == 2 and said:  # a later line may say which results are kept
-        line = re.sub(rf"{re.escape(str(folder))}/(volume|mask)\.npy", r"\1", said[0])
+def _error(code: int, cause: int, folder: Path) -> Exception:
+    """Return the error of a failed job, which it has noted in the file `cause`, or its exit code shows.
+
+    Temporary files and `--` are removed from a UserError.
+    """
+    failed = RuntimeError(f"the restoration failed: {(folder / 'said').read_text(errors='replace')[-SAID:]}")
+    error = PeerLost(0, f"was killed by {signal.Signals(-code).name}") if code < 0 else read_cause(cause)
+    if isinstance(error, UserError):
+        line = re.sub(rf"{re.escape(str(folder))}/(volume|mask)\.npy", r"\1", str(error))
         line = re.sub(r"(argument )?--(?=\w)", "", line.removesuffix("; see cocodiff inpaint --help"))
         return UserError(f"restore: {line}")
-    lost = PeerLost(0, f"was killed by {signal.Signals(-code).name}") if code < 0 else read_loss(text)
-    if lost is not None:
-        lost.__cause__ = failed  # its text may have the rank's traceback
-    return lost or failed
+    if error is not None:
+        error.__cause__ = failed  # its text may have the rank's traceback
+    return error or failed
 
 
 def _read(folder: Path, preset: str) -> Restored:

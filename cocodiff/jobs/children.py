@@ -128,10 +128,10 @@ def dependent_words(call: str, folder: str = "") -> list[str]:
     """Return the command that runs cocodiff's `main` in a process that ends when this one ends.
 
     Args:
-        call: Python expression that calls `main`; it may use json and sys
+        call: Python expression that calls `main`; it may use json, sys and Launch
         folder: folder that the process removes if this one ends first; "" for none
     """
-    names = "import json; from cocodiff.cli.main import main; from cocodiff.jobs.children import run_dependent"
+    names = "import json; from cocodiff.cli.main import Launch, main; from cocodiff.jobs.children import run_dependent"
     return python_words(f"{names}; sys.exit(run_dependent(lambda: {call}, {os.getpid()}, {folder!r}))")
 
 

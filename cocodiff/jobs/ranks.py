@@ -10,7 +10,6 @@ import fcntl
 import gc
 import json
 import os
-import re
 import secrets
 import signal
 import socket
@@ -37,7 +36,6 @@ from cocodiff.jobs.terminal import keep_libraries_off_stderr, limit_threads, not
 # Time for all ranks to report a failure before this one exits: launchers kill a job at its first bad exit code.
 LAST_WORDS_S = 1.0
 GRACE_S = 3.0  # time for the other ranks to notice a failure and clean up, and for rank 0 to report a mistake
-NOTICED = "other ranks noticed and stopped"
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of faults in the process
 Work = Callable[[Any], None]  # called with the rank's transport
 NoteLoss = Callable[[BaseException], None]  # called by the watch's thread as soon as a peer is lost
@@ -50,13 +48,20 @@ class End:
     # Kind reported by the rank: "done", "mistake" (the user's), "lost" (it lost a peer), "failed" or "interrupted". The
     # parent of forked ranks adds "killed", "stopped" and "stuck".
     kind: str
-    message: str = ""  # one line for the user
+    message: str = ""  # one line for the user; the end of a sentence that begins with "rank 3" if `lost` is 3
     trace: str = ""  # traceback, or the output of a rank that ended without one
+    lost: int | None = None  # the rank that the message is about; None if it is not about a lost rank
 
     @property
     def code(self) -> int:
         """The rank's exit code."""
         return {"done": 0, "mistake": 2, "interrupted": 130}.get(self.kind, 1)
+
+    def error(self, own: int) -> UserError | PeerLost:
+        """Return the error of a job that has failed because the rank `own` came to this end."""
+        if self.kind == "mistake":
+            return UserError(self.message)
+        return PeerLost(own, f"{self.kind}: {self.message}") if self.lost is None else PeerLost(self.lost, self.message)
 
 
 RunRank = Callable[[Launch, NoteLoss], tuple[End, Any]]  # `_run_rank` for one launch
@@ -96,10 +101,11 @@ def run_ranks(
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, signal.default_int_handler)
         end, _ = run(launch)
+        note_cause(launch, 0, end)
         _say(end, "")
         return end.code
     _check_no_device(ranks, config)
-    return _fork(ranks, run, left, config)
+    return _fork(launch, ranks, run, left, config)
 
 
 def _run_rank(
@@ -142,9 +148,10 @@ def _end_of(error: BaseException) -> End:
     """Return the end of a rank whose work raised `error`."""
     if isinstance(error, KeyboardInterrupt):
         return End("interrupted", "interrupted")
-    for kind, known in (("failed", OwnRankError), ("mistake", UserError), ("lost", PeerLost)):
-        if isinstance(error, known):
-            return End(kind, str(error))
+    if isinstance(error, PeerLost):
+        return End("lost", error.reason, lost=error.rank)
+    if isinstance(error, UserError):
+        return End("failed" if isinstance(error, OwnRankError) else "mistake", str(error))
     if line := failed_import(error):
         return End("mistake", line)
     return End("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -155,7 +162,8 @@ def _say(end: End, who: str) -> None:
     if end.kind == "failed":
         sys.stderr.write(end.trace)
     if end.kind != "done":
-        print(f"cocodiff: {who}{end.message}", file=sys.stderr, flush=True)
+        message = end.message if end.lost is None else end.error(end.lost)
+        print(f"cocodiff: {who}{message}", file=sys.stderr, flush=True)
 
 
 def _run_launched(launch: Launch, run: RunRank) -> int:
@@ -198,6 +206,11 @@ def _check_no_device(ranks: int, config: Config) -> None:
         raise UserError(f"--ranks {ranks}: {used}: start them from another one, or with mpiexec or torchrun")
 
 
+def _content(file: int) -> str:
+    """Return the text in a file, whose position stays as it is."""
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
+
 class _Notes:
     """The files in memory in which forked ranks leave their ends and their output for the parent.
 
@@ -224,26 +237,21 @@ class _Notes:
     def noted_end(self, rank: int) -> End | None:
         """Return the last end that a rank has recorded; None if there is none."""
         # Another rank may be writing at this time: an incomplete last line is not read.
-        whole, _, _ = self._content(self._ends).rpartition("\n")
+        whole, _, _ = _content(self._ends).rpartition("\n")
         notes = [json.loads(line) for line in whole.splitlines()]
         return next((End(**end) for of, end in reversed(notes) if of == rank), None)
 
     def said(self, rank: int) -> str:
         """Return the output of a rank so far."""
-        return self._content(self._logs[rank])
+        return _content(self._logs[rank])
 
     def close(self) -> None:
         """Close all files in this process."""
         for file in (self.store, self._ends, *self._logs):
             os.close(file)
 
-    @staticmethod
-    def _content(file: int) -> str:
-        """Return the text in a file, whose position stays as it is."""
-        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
-
-def _fork(ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> int:
+def _fork(alone: Launch, ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> int:
     """Fork all ranks, wait for them, and return the job's exit code. Raise UserError if not all can be forked."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -262,7 +270,7 @@ def _fork(ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> 
                 raise UserError(said) from error
             children[pid] = rank
         listener.close()
-        return _attend_children(children, notes, stop, left, config)
+        return _attend_children(alone, children, notes, stop, left, config)
 
 
 def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket) -> int:
@@ -285,7 +293,7 @@ def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket)
 
 
 def _attend_children(
-    children: dict[int, int], notes: _Notes, stop: StopRequest, left: Callable[[], str], config: Config
+    alone: Launch, children: dict[int, int], notes: _Notes, stop: StopRequest, left: Callable[[], str], config: Config
 ) -> int:
     """Wait for all forked ranks, report the cause of a bad end, and return the job's exit code.
 
@@ -297,13 +305,14 @@ def _attend_children(
     if all are stopped, only the parent can notice. It kills ranks that are stopped for more than `timeout_s` + GRACE_S.
 
     Args:
+        alone: how this process was started
         children: rank by process id; emptied as processes end
         notes: files in which ranks record their ends and output
         stop: request to end all ranks, which makes the exit code 130
         left: function that returns what a failed run has left in its folder
         config: its time limits are used
     """
-    ranks, ends = len(children), dict[int, End]()
+    ends: dict[int, End] = {}
     deadline, looked = float("inf"), time.monotonic()
     interrupted = ended_by_us = False
     stopped_s: dict[int, float] = {}  # time since each stopped process was stopped, by its id
@@ -334,9 +343,9 @@ def _attend_children(
             continue
         rank = children.pop(pid)
         if pid in given_up:
-            ends[rank] = End("stopped", f"rank {rank} was stopped for more than {config.timeout_s:g} s")
+            ends[rank] = End("stopped", f"was stopped for more than {config.timeout_s:g} s", lost=rank)
         elif ended_by_us:  # it may have recorded its end just before
-            ends[rank] = notes.noted_end(rank) or End("stuck", f"rank {rank} did not stop")
+            ends[rank] = notes.noted_end(rank) or End("stuck", "did not stop", lost=rank)
         else:
             ends[rank] = _child_end(rank, status, notes)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
@@ -347,7 +356,7 @@ def _attend_children(
     if interrupted:
         print(f"cocodiff: interrupted; {left()}", file=sys.stderr)
         return 130
-    return _report(ends, ranks, left())
+    return _report(alone, ends, left())
 
 
 def _child_end(rank: int, status: int, notes: _Notes) -> End:
@@ -355,19 +364,19 @@ def _child_end(rank: int, status: int, notes: _Notes) -> End:
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         said = notes.said(rank) if number in OWN_SIGNALS else ""
-        return End("killed", f"rank {rank} was killed by {number.name}", said)
+        return End("killed", f"was killed by {number.name}", said, rank)
     left = End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", notes.said(rank))
     return notes.noted_end(rank) or left
 
 
-def _report(ends: dict[int, End], ranks: int, left: str) -> int:
+def _report(alone: Launch, ends: dict[int, End], left: str) -> int:
     """Print one line on the cause of a job's bad end, and return the job's exit code.
 
     The cause is the worst of the ranks' ends; the losses that other ranks report only follow from it.
 
     Args:
+        alone: how the process that has forked the ranks was started
         ends: end of each rank
-        ranks: number of ranks
         left: text on what the run has left in its folder
     """
     bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
@@ -384,25 +393,31 @@ def _report(ends: dict[int, End], ranks: int, left: str) -> int:
 
     cause = min(bad, key=gravity)
     end = bad[cause]
+    note_cause(alone, cause, end)
     if end.kind == "mistake":
         print(f"cocodiff: {end.message}", file=sys.stderr)
         return 2
     sys.stderr.write(end.trace)
-    named_there = end.kind in ("killed", "stopped", "lost", "stuck")
-    message = end.message if named_there else f"rank {cause} {end.kind}: {end.message}"
     # The lost rank may have received the report of its own loss: it is not one of the others.
-    named = min(ranks - 1, sum(other.kind == "lost" for other in bad.values()))
-    print(f"cocodiff: {message}; {named} of {ranks - 1} {NOTICED}, {left}", file=sys.stderr)
+    others = len(ends) - 1
+    noticed = f"{min(others, sum(other.kind == 'lost' for other in bad.values()))} of {others} other ranks noticed"
+    print(f"cocodiff: {end.error(cause)}; {noticed} and stopped, {left}", file=sys.stderr)
     return 1
 
 
-def read_loss(text: str) -> PeerLost | None:
-    """Return the loss of a rank that `_report` has printed, from a job's output; None if it printed none."""
-    found = re.search(rf"^cocodiff: rank (\d+) (.+?); \d+ of \d+ {NOTICED}", text, re.MULTILINE | re.DOTALL)
-    return PeerLost(int(found[1]), found[2]) if found is not None else None
-
-
 # Used by every command that runs on ranks -----------------------------------------------------------------------------
+
+
+def note_cause(launch: Launch, rank: int, end: End) -> None:
+    """Write the rank by which a job ends, and that rank's end, into the file `launch.cause`, if there is one."""
+    if launch.cause is not None:
+        os.pwrite(launch.cause, json.dumps([rank, vars(end)]).encode(), 0)
+
+
+def read_cause(file: int) -> UserError | PeerLost | None:
+    """Return the error of a failed job from its file `Launch.cause`; None if no end is noted there."""
+    rank, end = json.loads(_content(file) or "[0, null]")
+    return End(**end).error(rank) if end else None
 
 
 def settle(values: dict[str, Any], launch: Launch) -> tuple[Launch, int]:

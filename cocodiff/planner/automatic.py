@@ -1,10 +1,10 @@
 """The planner's answers to a run: the mesh and the codec that `auto` stands for, and checks of memory. All ranks find
 the same answers.
 
-The engine asks by the table `PLANNER` of the registry, so a run that leaves nothing open imports none of this. It asks
-before the first call of the model. So mesh and codec are chosen for an image of 1024 x 1024 pixels with a prompt of 512
-tokens; larger images compute somewhat longer for their bytes. A mesh or a codec costs what `plan` predicts for a layer
-(`layers.py`).
+The engine finds this module by `planner()` of the registry, so a run that leaves nothing open imports none of this. It
+asks before the first call of the model. So mesh and codec are chosen for an image of 1024 x 1024 pixels with a prompt
+of 512 tokens; larger images compute somewhat longer for their bytes. A mesh or a codec costs what `plan` predicts for a
+layer (`layers.py`).
 """
 
 from __future__ import annotations

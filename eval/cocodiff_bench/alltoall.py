@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cocodiff.comm.launch import detect, emulated
 from cocodiff.comm.trace import Span, Trace
-from cocodiff.comm.transport import TOGETHER
+from cocodiff.comm.transport import TOGETHER, RankContext
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Links
@@ -213,9 +213,8 @@ def exchange_variant(config: Config, topology: Topology, transport: Any, trace: 
     """
     table, kernels = exchange_table(config, topology), Kernels(config.kernels, trace.note_kernel)
     chunked, together = chunking(config, topology), TOGETHER[config.messages]
-    exchange = Exchange(
-        config.exchange, topology, transport, trace, table, config.nic_balance, kernels, chunked, together
-    )
+    context = RankContext(transport, topology, trace, kernels)
+    exchange = Exchange(config.exchange, context, table, config.nic_balance, chunked, together)
 
     def run(blocks: Blocks) -> Tensor:
         sent = Transfer(exchange, EncodedCall(blocks.layout), "").send(x=blocks.x_BLHD)

@@ -23,6 +23,7 @@ from cocodiff.attention.local import LocalAttention, Partial, all_merged, partia
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.launch import emulated
 from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.errors import UserError
 from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.jobs.folder import OutputFolder
@@ -278,8 +279,8 @@ def strategy_of(way: str, call: Call, values: Values, topology: Topology, transp
     own = SHARED[way] | ({"ring": transport.size} if "ring_kind" in SHARED[way] else {})
     config = common.engine_config(values, **own, image_tokens=call.tokens)
     mesh = mesh_of(config, topology, AttentionWork(H, D, segments, itemsize=call.q_BLHD.itemsize))
-    kernels = Kernels(config.kernels, trace.note_kernel)
-    strategy = build_strategy(config, mesh, transport, trace, kernels, local_of(values, topology))
+    context = RankContext(transport, topology, trace, Kernels(config.kernels, trace.note_kernel))
+    strategy = build_strategy(config, mesh, context, local_of(values, topology))
     qkv = LazyQKV(lambda: call.q_BLHD, lambda: call.k_BLHD, lambda: call.v_BLHD, segments, H)
     return partial(strategy.attend, qkv, LayerKey("attention"))
 

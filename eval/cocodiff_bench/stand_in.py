@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cocodiff.attention.local import LocalAttention, Partial
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Span, Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.machine import Device
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.weights import SplitWeights
@@ -111,7 +112,8 @@ class StandIn:
         self._clock, self._trace = clock, Trace(transport.rank)
         over: Any = SerialTransport(transport) if case.one_peer else transport
         kernels = WaitingKernels(clock, case.config.kernels, self._trace.note_kernel)
-        self._strategy = build_strategy(case.config, case.mesh, over, self._trace, kernels, RooflineAttention(clock))
+        context = RankContext(over, case.topology, self._trace, kernels)
+        self._strategy = build_strategy(case.config, case.mesh, context, RooflineAttention(clock))
         self.codec, self.costs = self._strategy.codec, costs_of(case.config)
         self._step, self._steps = -1, case.steps
         split = case.config.split
@@ -120,7 +122,7 @@ class StandIn:
         self.waited = "wait for weights" if self.shares else "wait"
         if split is not None:
             self._blocks = Blocks(statistics.mean(block_parameters(case.shape)))
-            SplitWeights(self._blocks, case.topology, transport, *split).attach(self._trace)
+            SplitWeights(self._blocks, case.topology, transport, split).attach(self._trace)
 
     def begin(self, kind: CallKind) -> None:
         """Begin the next step. Return when the ranks have agreed on what all its layers share.

@@ -22,6 +22,7 @@ from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.strategy import LayerKey, LazyQKV
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
 from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import StepInfo
@@ -148,8 +149,8 @@ class Ranks:
         def work(transport: Any) -> OfRank:
             trace, outputs, sent, rank = Trace(transport.rank), [], [], transport.rank
             over = Late(transport) if self.delayed else transport
-            kernels = Kernels(self.world.kernels)
-            strategy = build_strategy(self.config, self.mesh, over, trace, kernels, self.local(rank))
+            context = RankContext(over, self.mesh.topology, trace, Kernels(self.world.kernels))
+            strategy = build_strategy(self.config, self.mesh, context, self.local(rank))
             for number, (call, tensors) in enumerate(calls):
                 if self.delayed:
                     dawdle()

@@ -9,6 +9,7 @@ from worlds import back, forward, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup, LoopbackTransport, run_ranks
 from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.errors import UserError
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import InOrder
@@ -33,7 +34,7 @@ def test_a_device_moves_a_phase_in_one_launch(ahead, launches, monkeypatch):
     def work(transport: LoopbackTransport) -> list[str]:
         packs: list[str] = []
         kernels = Kernels("torch", lambda op, _: packs.append(op))
-        ours = Exchange("flat", topology, transport, Trace(transport.rank), kernels=kernels)
+        ours = Exchange("flat", RankContext(transport, topology, Trace(transport.rank), kernels))
         (x_BSGD,) = forward(ours, [whole_BSHD[:, layout.row_slices[transport.rank]]], layout).wait()
         assert torch.equal(x_BSGD, whole_BSHD[:, :, layout.head_slices[transport.rank]])
         return packs
@@ -50,7 +51,7 @@ def test_auto_takes_what_its_table_has_for_the_size():
 
     def work(transport: LoopbackTransport) -> None:
         trace = Trace(transport.rank)
-        ours = Exchange("auto", topology, transport, trace, table)
+        ours = Exchange("auto", RankContext(transport, topology, trace, Kernels()), table)
         rows = layout.row_slices[transport.rank]
         for tensors in (1, 3):
             trace.clear()
@@ -68,7 +69,8 @@ def test_auto_takes_what_its_table_has_for_the_size():
 def test_messages_in_stages_are_no_all_to_alls():
     """Which these ranks have not, and would say so."""
     topology, chunked = topology_of("local", 4), Chunking(2, 0.0)
-    run_ranks(4, lambda t: Exchange("flat", topology, t, Trace(), chunking=chunked, together=True))
+    more = topology, Trace(), Kernels()
+    run_ranks(4, lambda t: Exchange("flat", RankContext(t, *more), chunking=chunked, together=True))
 
 
 def test_what_is_encoded_ahead_of_its_lane_keeps_its_code_alone():

@@ -13,6 +13,7 @@ from seams import watch_choosing
 from torch import Tensor
 
 from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.kernels import Kernels, Rows, TorchOps
@@ -85,7 +86,7 @@ def test_choosing_takes_the_launches_and_waits_that_plans_count(
 
     def work(transport: Any) -> None:
         mesh, trace = Mesh.build(world.topology), Trace(transport.rank)
-        strategy = build_strategy(config, mesh, transport, trace, AsKernels("torch"))
+        strategy = build_strategy(config, mesh, RankContext(transport, world.topology, trace, AsKernels("torch")))
         for call in CALLS:
             strategy.codec.begin_step(call.step_info)
             tensors = [x.to(transport.device) for x in world.tensors(call)]

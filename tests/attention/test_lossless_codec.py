@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cocodiff.attention import lossless as codecs
 from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.kernels import Kernels
@@ -140,7 +141,8 @@ def test_on_a_device_a_rest_that_stays_here_is_kept_until_it_was_read(simulated,
 
     def work(transport: Any) -> None:
         mesh, trace, rank = Mesh.build(world.topology, 1), Trace(transport.rank), transport.rank
-        strategy = build_strategy(Config(codec="lossless", exchange="flat"), mesh, transport, trace, Kernels("torch"))
+        context = RankContext(transport, world.topology, trace, Kernels("torch"))
+        strategy = build_strategy(Config(codec="lossless", exchange="flat"), mesh, context)
         q, k, v = world.tensors(RUN[0])
         for call in RUN[:2]:
             strategy.codec.begin_step(call.step_info)

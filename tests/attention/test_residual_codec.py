@@ -20,6 +20,7 @@ from cocodiff.attention.stateful import CodedStep, LayerState, SharedNotes, cont
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import AllRanks, StepInfo
@@ -268,7 +269,8 @@ def test_each_run_codes_the_layers_that_it_calls_first(settings):
     config = Config(state_layers=1, **settings)
 
     def work(transport):
-        codec = build_strategy(config, Mesh.build(topology_of("local", 2), 1), transport, Trace(), Kernels()).codec
+        context = RankContext(transport, topology_of("local", 2), Trace(), Kernels())
+        codec = build_strategy(config, Mesh.build(context.topology, 1), context).codec
         for run, (first, second) in enumerate((("a", "b"), ("b", "a"), ("c", "b"))):
             codec.begin_step(StepInfo(run, 0, None))
             assert [codec.codes(layer) for layer in (first, second, first)] == [True, False, True]

@@ -24,6 +24,7 @@ from cocodiff.attention.strategy import LayerKey
 from cocodiff.attention.v_major.selection import Cards, Drift, DriftNotes, Schedule, Selection
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.machine import Machine
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import merge_notes
@@ -257,7 +258,9 @@ def test_a_thousand_steps_take_the_memory_of_the_first_ones():
 
     def work(transport: Any) -> None:
         trace = Trace(transport.rank)
-        strategy = build_strategy(config, Mesh.build(world.topology), transport, trace, Kernels("torch"))
+        strategy = build_strategy(
+            config, Mesh.build(world.topology), RankContext(transport, world.topology, trace, Kernels("torch"))
+        )
         for call in run_of(1000):
             strategy.codec.begin_step(call.step_info)
             for layer in layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ import zarr
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT_OPTIONS
 from launching import end_group
 from PIL import Image
-from seams import error_of_restore, save_as_restore, words_of_restore
+from seams import save_as_restore, watch_of_restore, words_of_restore
 
 import cocodiff
 from cocodiff import PeerLost, UserError
@@ -204,12 +205,13 @@ def test_options_are_words_of_the_command_line() -> None:
 
 
 def words_given(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
-    """Return the options that a job is given, which makes a mistake of them."""
-    words = "print('cocodiff:', json.dumps(json.load(sys.stdin))) or 2"
+    """Return the options that a job is given, which saves them and fails."""
+    given = Path(tempfile.gettempdir()).parent / "given"
+    words = f"open({str(given)!r}, 'w').write(sys.stdin.read()) and 1"
     monkeypatch.setattr(arrays, "dependent_words", lambda _, folder: dependent_words(words, folder))
-    with pytest.raises(UserError) as told:
+    with pytest.raises(RuntimeError):
         cocodiff.restore(VOLUME, MASK, progress=False, **options)
-    return str(told.value).removeprefix("restore: [").removesuffix("]").replace('"', "").split(", ")
+    return json.loads(given.read_text())
 
 
 def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +219,7 @@ def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(monkeypatch: p
     every = {option.name: f"a {option.name}" for option in INPAINT_OPTIONS if option.name not in DECIDED.split()}
     for options, wanted in (({}, own), (every | {"preset": "flat"},) * 2):
         given = words_given(monkeypatch, **options)
-        assert sorted(given[given.index("keep_samples") + 1 :]) == sorted(f"{n}={v}" for n, v in wanted.items())
+        assert sorted(given[given.index("--keep_samples") + 1 :]) == sorted(f"--{n}={v}" for n, v in wanted.items())
 
 
 def ranks_of(job: subprocess.Popen[Any]) -> list[int]:
@@ -229,51 +231,73 @@ def ranks_of(job: subprocess.Popen[Any]) -> list[int]:
 
 
 FAILING = """
+import os
 from cocodiff.jobs import ranks
+from cocodiff.config.errors import UserError
 run = ranks._run_rank
 def run_failing(config, settings, work, launch, *more):
     def work_failing(transport):
-        if launch.rank == 1:
-            raise OSError("the disk is on fire")
+        if launch.rank in {of}:
+            raise {error}
         work(transport)
     return run(config, settings, work_failing, launch, *more)
 ranks._run_rank = run_failing
+os.dup2(os.open({stderr!r}, os.O_WRONLY | os.O_APPEND), 2)
 """
 
 
 @pytest.mark.parametrize(
-    ("number", "ranks", "said"),
+    ("number", "ranks", "lost", "said"),
     [
-        pytest.param(signal.SIGKILL, 2, "rank 1 was killed by SIGKILL", marks=pytest.mark.full),
-        (signal.SIGKILL, 1, "rank 0 was killed by SIGKILL"),
-        (None, 2, "rank 1 failed: OSError: the disk is on fire"),
+        pytest.param(signal.SIGKILL, 2, 1, "was killed by SIGKILL", marks=pytest.mark.full),
+        (signal.SIGKILL, 1, 0, "was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, 2, 1, "has been silent for 2 s", marks=pytest.mark.full),
+        (signal.SIGSTOP, 1, 0, "was stopped for more than 2 s"),
     ],
-    ids=["killed", "killed alone", "failed"],
+    ids=["killed", "killed alone", "silent", "silent alone"],
 )
 def test_a_rank_that_is_lost_is_named(
-    number: signal.Signals | None, ranks: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    number: signal.Signals, ranks: int, lost: int, said: str, monkeypatch: pytest.MonkeyPatch, temporary: Path
 ) -> None:
-    def strike(job: subprocess.Popen[Any], *_: Any) -> None:
-        if number is not None:
-            os.kill(job.pid if ranks == 1 else ranks_of(job)[1], number)
-        job.wait()
+    watch = watch_of_restore()
 
-    if number is None:
-        (tmp_path / "failing.py").write_text(FAILING)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        words = "(__import__('failing'), main(json.load(sys.stdin)))[1]"
-        monkeypatch.setattr(arrays, "dependent_words", lambda _, folder: dependent_words(words, folder))
+    def strike(job: subprocess.Popen[Any], *more: Any) -> None:
+        while not any("ready after" in path.read_text() for path in temporary.glob("*/said")):
+            time.sleep(0.05)
+        os.kill(job.pid if ranks == 1 else ranks_of(job)[lost], number)
+        watch(job, *more)
+
     monkeypatch.setattr(arrays, "_watch", strike)
-    with pytest.raises(PeerLost) as lost:
-        cocodiff.restore(VOLUME, MASK, ranks=ranks, timeout_s=4, **QUICK | {"steps": 500})
-    assert str(lost.value) == said and lost.value.rank == ranks - 1
-    if number is None:
-        assert "in work_failing" in str(lost.value.__cause__)  # the rank's traceback
+    with pytest.raises(PeerLost) as error:
+        cocodiff.restore(VOLUME, MASK, ranks=ranks, timeout_s=2, **QUICK | {"steps": 500})
+    assert (error.value.rank, error.value.reason) == (lost, said)
 
 
-def test_a_mistake_late_in_a_job_is_what_is_told() -> None:
-    said = "cocodiff: the model makes NaN\ncocodiff: 2 of 4 slices are kept: go on with --resume\n"
-    assert str(error_of_restore(2, said)) == "restore: the model makes NaN"
+@pytest.mark.parametrize(
+    ("of", "raised", "error"),
+    [
+        ([1], "OSError('the disk\\nis on fire')", PeerLost(1, "failed: OSError: the disk\nis on fire")),
+        pytest.param([0], "OSError(9)", PeerLost(0, "failed: OSError: 9"), marks=pytest.mark.full),
+        pytest.param([0, 1], "OSError(9)", PeerLost(0, "failed: OSError: 9"), marks=pytest.mark.full),
+        pytest.param([0, 1], "UserError('--seed -1')", UserError("restore: seed -1"), marks=pytest.mark.full),
+    ],
+    ids=["one", "alone", "both", "mistake"],
+)
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)], ids=["room", "a full disk"])
+def test_what_ranks_raise_is_raised_by_the_caller(
+    of: list[int], raised: str, error: Exception, full: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the disk is so full that the job cannot write a line."""
+    failing = FAILING.format(of=of, error=raised, stderr="/dev/full" if full else "/proc/self/fd/2")
+    (tmp_path / "failing.py").write_text(failing)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = "(__import__('failing'), {})[1]"
+    monkeypatch.setattr(arrays, "dependent_words", lambda call, at: dependent_words(words.format(call), at))
+    with pytest.raises(type(error)) as told:
+        cocodiff.restore(VOLUME, MASK, ranks=max(of) + 1, **QUICK)
+    assert told.value.args == error.args
+    if isinstance(error, PeerLost) and not full:
+        assert "in work_failing" in str(told.value.__cause__)  # the rank's traceback
 
 
 CALLER = """

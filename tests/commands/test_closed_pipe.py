@@ -215,7 +215,7 @@ def end(pid):
     [
         "sys.exit(end(fork(lambda: struck(signal.SIGTERM), signal.default_int_handler)))",
         "sys.exit(run_dependent(lambda: struck(signal.SIGTERM), os.getppid(), ''))",
-        "cli.run_command = lambda words: struck(signal.SIGINT); cli.program()",
+        "cli.run_command = lambda *_: struck(signal.SIGINT); cli.program()",
     ],
     ids=["a forked rank", "a job of Python's", "the command itself"],
 )

@@ -3,6 +3,7 @@ what is done to runs from outside."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ import pytest
 import seams
 from warm import forked
 
-from cocodiff.config.errors import PeerLost
-from cocodiff.jobs.ranks import End, read_loss
+from cocodiff.comm.launch import Launch
+from cocodiff.config.errors import OwnRankError, PeerLost, UserError
+from cocodiff.jobs.ranks import End, read_cause
 
 pytestmark = pytest.mark.processes
 HANGS_S = 40.0  # a run that has not ended by then hangs
@@ -77,20 +79,25 @@ def test_the_end_of_a_rank_that_two_threads_tell_is_read_whole() -> None:
 
 def test_rank_0_is_not_blamed_where_it_may_have_waited_for_another(capsys: pytest.CaptureFixture[str]) -> None:
     """It leaves last: a rank that hangs keeps both from ending."""
-    stuck = {rank: End("stuck", f"rank {rank} did not stop") for rank in (0, 2)}
-    assert seams.report_ends({1: End("done"), **stuck}, 3, "nothing was written") == 1
+    stuck = {rank: End("stuck", "did not stop", lost=rank) for rank in (0, 2)}
+    assert seams.report_ends(Launch(), {1: End("done"), **stuck}, "nothing was written") == 1
     assert capsys.readouterr().err.startswith("cocodiff: rank 2 did not stop; ")
 
 
-def test_the_line_of_a_loss_is_read_as_it_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    for end, reason in (
-        (End("killed", "rank 1 was killed by SIGKILL", "a library's line\n"), "was killed by SIGKILL"),
-        (End("stopped", "rank 1 was stopped for more than 5 s"), "was stopped for more than 5 s"),
-        (seams.end_of_error(PeerLost(1, "has been silent for 5 s")), "has been silent for 5 s"),
-        (seams.end_of_error(PeerLost(1, "died: its connection closed")), "died: its connection closed"),
-        (seams.end_of_error(OSError("one;\n2 of 3")), "failed: OSError: one;\n2 of 3"),
-        (End("stuck", "rank 1 did not stop"), "did not stop"),
+def test_the_cause_of_a_bad_end_is_noted_for_who_started_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    for end, rank, reason in (
+        (End("killed", "was killed by SIGKILL", "a library's line\n", lost=1), 1, "was killed by SIGKILL"),
+        (End("stopped", "was stopped for more than 5 s", lost=1), 1, "was stopped for more than 5 s"),
+        (seams.end_of_error(PeerLost(0, "has been silent for 5 s")), 0, "has been silent for 5 s"),
+        (seams.end_of_error(OSError("one;\n2 of 3")), 1, "failed: OSError: one;\n2 of 3"),
+        (seams.end_of_error(OwnRankError("no tile")), 1, "failed: no tile"),
+        (End("stuck", "did not stop", lost=1), 1, "did not stop"),
+        (seams.end_of_error(UserError("no weights")), None, "no weights"),
     ):
-        assert seams.report_ends({0: End("done"), 1: end}, 2, "0 of 4 slices are kept: go on with --resume") == 1
-        lost = read_loss(capsys.readouterr().err + "cocodiff: a later line\n")
-        assert lost is not None and (lost.rank, lost.reason) == (1, reason)
+        with os.fdopen(os.memfd_create("cause")) as file:
+            assert read_cause(file.fileno()) is None
+            code = seams.report_ends(Launch(cause=file.fileno()), {0: End("done"), 1: end}, "nothing was written")
+            error, line = read_cause(file.fileno()), capsys.readouterr().err
+        wanted = UserError(reason) if rank is None else PeerLost(rank, reason)
+        assert (type(error), error.args) == (type(wanted), wanted.args)
+        assert code == (2 if rank is None else 1) and f"cocodiff: {error}" in line

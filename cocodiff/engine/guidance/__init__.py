@@ -20,13 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import RankContext
 from cocodiff.engine.sequence import SequenceRanks
-from cocodiff.topology import Topology
 
 PARTS = 2
-SequenceOf = Callable[[Topology, Transport, Trace], SequenceRanks]  # makes the sequence that some ranks share
+SequenceOf = Callable[[RankContext], SequenceRanks]  # makes the sequence that some ranks share
 
 
 class Sharing(Enum):

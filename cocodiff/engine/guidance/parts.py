@@ -8,6 +8,7 @@ each message that one part sends is received, and a caller that catches the erro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,11 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cocodiff.comm.health import CALL
-from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import LaneFuture, SubTransport, Transport
+from cocodiff.comm.transport import LaneFuture, RankContext, SubTransport
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
-from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes
 
 AT = "the other guidance branch"  # the name of all calls that the parts make together
@@ -29,18 +28,20 @@ AT = "the other guidance branch"  # the name of all calls that the parts make to
 class GuidanceParts:
     """This rank's part of the ranks, and the messages to its partner: the rank at the same place in the other part."""
 
-    def __init__(self, topology: Topology, transport: Transport, trace: Trace, sequence_of: SequenceOf) -> None:
+    def __init__(self, context: RankContext, sequence_of: SequenceOf) -> None:
         """Make this rank's sequence and the group with its partner, together with all ranks of both parts."""
+        transport, topology = context.transport, context.topology
         axes, rank = Axes.build(topology, guidance=PARTS), transport.rank
         ranks = axes.branch(rank)
         self.number = axes.coordinates(rank).guidance
-        self.sequence = sequence_of(topology.part(ranks), SubTransport(transport, ranks), trace)
+        own = replace(context, transport=SubTransport(transport, ranks), topology=topology.part(ranks))
+        self.sequence = sequence_of(own)
         pair = axes.partners(rank)
         self._group = transport.group(sorted(pair))
         self._peer = self._group.ranks.index(pair[1 - self.number])
         self._lane, self._health = transport.lane("guidance"), transport.health
         self._among = tuple(transport.run_ranks[member] for member in sorted(pair))
-        self._trace, self._link = trace, topology.link_class(rank, pair[1 - self.number])
+        self._trace, self._link = context.trace, topology.link_class(rank, pair[1 - self.number])
         self._device = transport.device
         self._sent: list[LaneFuture[None]] = []
         self._awaited: list[Callable[[], None]] = []  # functions that receive the messages, failed or not

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from cocodiff.comm.trace import CountedAs, Trace
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.trace import CountedAs
+from cocodiff.comm.transport import RankContext, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.engine.progress import StepCounter
 from cocodiff.engine.sequence import SequenceRanks
-from cocodiff.topology import Topology
 
 if TYPE_CHECKING:
     from cocodiff.engine.guidance.parts import GuidanceParts
@@ -117,21 +117,18 @@ class GuidedRanks:
     """The ranks that compute the current call. There are two sets: all ranks as one sequence, and two parts. The one
     that the settings do not ask for is made when a call needs it."""
 
-    def __init__(
-        self, topology: Topology, transport: Transport, rule: GuidanceRule, trace: Trace, sequence_of: SequenceOf
-    ) -> None:
-        self._topology, self._transport, self._rule = topology, transport, rule
-        self._trace, self._sequence_of = trace, sequence_of
+    def __init__(self, context: RankContext, rule: GuidanceRule, sequence_of: SequenceOf) -> None:
+        self._context, self._rule, self._sequence_of = context, rule, sequence_of
         # If guidance is split, the bytes of calls that all ranks compute together are counted separately.
-        self._trace_together = CountedAs(trace, "unsplit" if rule.pinned else "attention")
-        self._together = sequence_of(topology, transport, self._trace_together)
+        self._trace_together = CountedAs(context.trace, "unsplit" if rule.pinned else "attention")
+        self._together = sequence_of(replace(context, trace=self._trace_together))
         self._parts: GuidanceParts | None = None
         # the ranks that share the call's sequence
         self.current = self._split().sequence if rule.pinned else self._together
         # own: True if this rank's part keeps the call's branch and, of CALLS, computes it
         self.sharing, self.own = Sharing.TOGETHER, True
         self._form: Form = ()
-        _ = self.current.strategy
+        self.current.connect()
 
     def begin_call(self, counter: StepCounter, sample: Tensor, return_dict: Any, guided: bool | None) -> None:
         """Decide how guidance's two parts of the ranks share this call of the model, equally on all ranks.
@@ -148,7 +145,7 @@ class GuidedRanks:
         self._form = tuple(sample.shape), sample.dtype, return_dict
         self.sharing = self._rule.sharing(counter, len(sample), self._form, guided)
         together = self.sharing is Sharing.TOGETHER
-        if together and self._transport.rank == 0:
+        if together and self._context.transport.rank == 0:
             self._rule.warn_together(counter.step)
         parts = self._parts if together else self._split()
         if parts is not None and counter.branch == 0:
@@ -195,7 +192,7 @@ class GuidedRanks:
         """Return the ranks that compare the inputs of this call; None if this rank does not take part. Parts that take
         calls in turns compare separately from the second call on: one does not wait for the other's calls."""
         if self.sharing is not Sharing.CALLS or branch == 0:
-            return self._transport
+            return self._context.transport
         return self.current.transport if self.own else None
 
     def branches_kept(self, branches: int) -> int:
@@ -205,9 +202,9 @@ class GuidedRanks:
 
     @property
     def sequences(self) -> list[SequenceRanks]:
-        """The sequences that this rank has taken part in."""
+        """The sequences that this rank has taken part in: those that are connected."""
         found = [self._together, *([] if self._parts is None else [self._parts.sequence])]
-        return [ranks for ranks in found if ranks.connected]
+        return [ranks for ranks in found if hasattr(ranks, "strategy")]
 
     def end(self, drain: bool) -> None:
         """Free the memory of all codecs. drain: see `Codec.end`."""
@@ -222,5 +219,5 @@ class GuidedRanks:
             from cocodiff.engine.guidance.parts import GuidanceParts
 
             self._trace_together.purpose = "unsplit"
-            self._parts = GuidanceParts(self._topology, self._transport, self._trace, self._sequence_of)
+            self._parts = GuidanceParts(self._context, self._sequence_of)
         return self._parts

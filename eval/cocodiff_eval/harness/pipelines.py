@@ -119,6 +119,7 @@ class Model:
     pipe: Any  # diffusers' pipeline
     prompts: list[Embeddings]  # embeddings of each prompt, for one image
     fixed: dict[str, Any]  # arguments of every call, such as the guidance scale
+    weights: Any = None  # split weights by model, as an engine takes them; None if they are not split for good
 
     def arguments(self, batch: int, prompt: int = 0) -> dict[str, Any]:
         """Return a pipeline call's arguments for `batch` images of one prompt: its embeddings and `fixed`.
@@ -328,7 +329,7 @@ def usual_steps(request: Request) -> int:
 
 
 def load_model(
-    request: Request, dtype: str, transport: Any, split: Callable[[Sequence[Any]], None] | None = None
+    request: Request, dtype: str, transport: Any, split: Callable[[Sequence[Any]], Any] | None = None
 ) -> Model:
     """Load a pipeline on every rank, and move it to the rank's device. All ranks call it.
 
@@ -341,13 +342,13 @@ def load_model(
         request: the model.
         dtype: "fp32", "bf16" or "fp16".
         transport: this rank's connection to all other ranks.
-        split: splits the weights of the transformers that it is given among ranks, before they are moved to the device;
-            None to keep all on each.
+        split: splits the weights of the transformers that it is given among ranks, before they are moved to the device,
+            and returns the model's `weights`; None to keep all on each.
     """
     import torch
     from torch.utils._pytree import tree_map
 
-    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    weights, wanted = None, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     if request.own is not None:
         from cocodiff.demo_model import load_pipeline, prompt_embeddings
 
@@ -358,10 +359,10 @@ def load_model(
     if split is not None:
         from cocodiff.models import experts_of
 
-        split(experts_of(pipe))
+        weights = split(experts_of(pipe))
     pipe.to(transport.device)
     prompts = tree_map(lambda value: value.to(transport.device), prompts)
-    return Model(request.model, pipe, prompts, fixed)
+    return Model(request.model, pipe, prompts, fixed, weights)
 
 
 def _load_on_ranks(

@@ -90,9 +90,9 @@ class Replica:
         self.topology = axes.topology.part(ranks)
         self.leads = self.transport.rank == 0
 
-    def splits_weights(self, split: tuple[str, int | None], parts: int) -> Callable[[Sequence[Any]], None]:
-        """Return a function that splits the weights of the models it is given among this replica's ranks, for
-        `load_model`.
+    def splits_weights(self, split: tuple[str, int | None], parts: int) -> Callable[[Sequence[Any]], Any]:
+        """Return a function that splits the weights of the models it is given among this replica's ranks, and returns
+        them (`split_for_good`), for `load_model`.
 
         Args:
             split: the ranks that share a block's weights ("card" or "node"), and the number of such blocks; None for

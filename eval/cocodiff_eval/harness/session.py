@@ -357,7 +357,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     set_repeatable(transport.device, all(config.deterministic for config in modes.values()))  # also for text encoders
     split = None if alike is None else replica.splits_weights(alike, parts)
     model = load_requested(prepared.request, prepared.values["dtype"], transport, split)
-    engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport))
+    engines = Engines(modes, lambda config: Engine(model.pipe, config, replica.transport, weights=model.weights))
     if prepared.quality is None:  # candidates of a bound get engines when they are tried
         _ = [engines[mode] for mode in modes]
     folder = prepared.output.open() if transport.rank == 0 else None
