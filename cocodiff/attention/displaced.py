@@ -12,7 +12,7 @@ also multiplied by LAG if the operand is the last value itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,9 +87,8 @@ class Displaced(StatefulCodec):
         if isinstance(self.inner, StatefulCodec):
             self.notes, self._report = self.inner.notes, self.inner._report
         self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
-        self.transfer = DisplacedTransfer
 
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         return DisplacedCall(self, exchange, layout, layer_key)
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
@@ -142,7 +141,11 @@ class Displaced(StatefulCodec):
 
 
 class DisplacedCall(StatefulCall):
-    """An attention call with displaced tensors."""
+    """An attention call with displaced tensors. Those that attention waits for are sent first.
+
+    Displaced tensors are encoded at once, and only their codes wait for the lane. So the notes of their encoding are
+    complete before the next call of the model, even if the lane is behind.
+    """
 
     _codec: Displaced
     state: LayerArrivals
@@ -154,6 +157,7 @@ class DisplacedCall(StatefulCall):
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
         self.inner = codec.inner.call(exchange, layout, layer_key)
+        self._late: dict[str, Tensor] = {}  # displaced tensors, to be sent after those that attention waits for
 
     def begin(self, like_BLHD: Tensor) -> None:
         """Decide which tensors are displaced, the same ones on every rank, and receive what the last call left."""
@@ -171,9 +175,7 @@ class DisplacedCall(StatefulCall):
             codec.noted_step.add()
         codec.noted_step.displace(self.displaced, inner.share)
 
-    def stand_in(self, name: str) -> Tensor:
-        """Return the operand that is used instead of a displaced tensor."""
-        return self.inner.operand(name, self.state.last[name])
+    # On the wire ------------------------------------------------------------------------------------------------------
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         return self.inner.cell_bytes(x_BLHD)
@@ -204,55 +206,43 @@ class DisplacedCall(StatefulCall):
             last_BNHD.copy_(some_BNHD)
         elif some_BNHD.shape[1]:
             lane = "main" if name in self.displaced else "codec"
-            with self._exchange.trace.span(f"measure {name}", lane):
-                self._exchange.kernels.note_change(some_BNHD, last_BNHD, self.measured.of(name))
+            with self.exchange.trace.span(f"measure {name}", lane):
+                self.kernels.note_change(some_BNHD, last_BNHD, self.measured.of(name))
 
-
-class DisplacedTransfer(Transfer):
-    """The messages of a call with displaced tensors. Those that attention waits for are sent first.
-
-    Displaced tensors are encoded at once, and only their codes wait for the lane. So the notes of their encoding are
-    complete before the next call of the model, even if the lane is behind.
-    """
-
-    coded: DisplacedCall
-
-    def __init__(self, exchange: Exchange, coded: DisplacedCall, layer: str = "") -> None:
-        super().__init__(exchange, coded, layer)
-        self._late: dict[str, Tensor] = {}  # displaced tensors, to be sent after those that attention waits for
+    # When tensors are sent --------------------------------------------------------------------------------------------
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
         super().open(tensors_BLHD)
-        self.in_stages &= not self.coded.displaced
+        self.in_stages &= not self.displaced
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        displaced = self.coded.displaced
-        awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in displaced}
+        awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in self.displaced}
         sent = super().post(awaited) if awaited else {}
-        late = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name in displaced}
-        operands = {name: self._operand(name, "".join(late)) for name in late}
+        late = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name in self.displaced}
+        operands = {name: self._operand_future(name, "".join(late)) for name in late}
         self._late |= late
         if self._late and self.all_sent:
-            self._send_late(Outgoing(self.end, self._late, purpose=LATE), self._late.values())
+            self._send_late(self._late)
+            self._late = {}  # messages in flight keep this call alive until the next one
         return sent | operands
 
     def back(self, out_BSGD: Tensor) -> Tensor:
-        if OUTPUT not in self.coded.displaced:
+        if OUTPUT not in self.displaced:
             return super().back(out_BSGD)
-        self._send_late(Outgoing(self.end, {OUTPUT: out_BSGD}, purpose=LATE), [out_BSGD])
-        return self.coded.stand_in(OUTPUT)
+        self._send_late({OUTPUT: out_BSGD})
+        return self.inner.operand(OUTPUT, self.state.last[OUTPUT])
 
-    def _operand(self, name: str, together: str) -> TensorFuture:
+    def _operand_future(self, name: str, together: str) -> TensorFuture:
         """Return a future that is already complete, with the operand of a displaced tensor."""
-        x_BSGD = self.coded.stand_in(name)
+        x_BSGD = self.inner.operand(name, self.state.last[name])
         return TensorFuture(together, lambda _chunk: x_BSGD)  # it is present, and so not received in chunks
 
-    def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
+    def _send_late(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
-        trace, state, layout, own = self.exchange.trace, self.coded.state, self.layout, self.exchange.rank
+        outgoing, trace, layout = Outgoing(self, tensors, purpose=LATE), self.exchange.trace, self.layout
         # Tokens and heads of what this rank sends of a tensor, and of what it receives.
-        cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
-        state.in_flight += sum(self.coded.cell_bytes(x) * cells for x in tensors)
+        cells = layout.rows[self.rank] * sum(layout.heads) + sum(layout.rows) * layout.heads[self.rank]
+        self.state.in_flight += sum(self.cell_bytes(x) * cells for x in tensors.values())
         outgoing.encode_now()
         pending = self.exchange.submit(outgoing)
 
@@ -262,4 +252,4 @@ class DisplacedTransfer(Transfer):
                 received = pending.wait().tensors
             outgoing.decode(received)
 
-        state.late.append(receive)
+        self.state.late.append(receive)

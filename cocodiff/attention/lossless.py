@@ -27,7 +27,8 @@ from torch import Tensor
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
+from cocodiff.exchange.outgoing import OUTPUT, Encoded
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels.device import used_on_current_stream
 from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room
 from cocodiff.topology.layout import Layout
@@ -72,7 +73,7 @@ class Lossless(StatefulCodec):
 
     layer_state, step_notes = LosslessState, LosslessStep
 
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         return LosslessCall(self, exchange, layout, layer_key)
 
     def room(self, state: LosslessState, name: str, head_dim: int) -> int:
@@ -178,8 +179,8 @@ class LosslessCall(StatefulCall):
         streams = x_BTHD.new_empty(places[-1], dtype=torch.uint8)
         lengths_N = x_BTHD.new_empty(len(cells), dtype=torch.int64)
         needed_1 = self.noted.of(name)[NEEDED : NEEDED + 1]
-        with self._trace.span(f"encode {name}", "codec", self._layer):
-            self._kernels.encode_lossless(x_BTHD, known, cut, streams, lengths_N, needed_1)
+        with self.exchange.trace.span(f"encode {name}", "codec", self.layer):
+            self.kernels.encode_lossless(x_BTHD, known, cut, streams, lengths_N, needed_1)
         found = list[Tensor]()
         for number, (rank, shape, count) in enumerate(zip(ranks, cut.shapes(x_BTHD.shape), cells, strict=True)):
             stream = streams[places[number] : places[number + 1]]
@@ -194,16 +195,16 @@ class LosslessCall(StatefulCall):
             return super().decode(received, rows, ranks)
         cut = self._cut(ranks, by_rows=OUTPUT not in received)
         ends, arrived = self.state.received, list[ReceivedParts]()
-        with self._trace.span(f"lengths {''.join(received)}", "main", self._layer):
+        with self.exchange.trace.span(f"lengths {''.join(received)}", "main", self.layer):
             for name, x_BTHW in received.items():
                 code_BTHW, known = _rows_in_turn(x_BTHW, rows), self._known(ends, name, x_BTHW.shape[:3], rows)
                 lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
-                found = self._kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
+                found = self.kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
                 arrived.append(ReceivedParts(name, code_BTHW, known, lengths_N, found))
         rests = self._rests(arrived, cut, ranks)
         for (name, code_BTHW, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
-            with self._trace.span(f"decode {name}", "codec", self._layer):
-                self._kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
+            with self.exchange.trace.span(f"decode {name}", "codec", self.layer):
+                self.kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
         return [ends[name].written(self.number) for name in received]
 
     def _rests(self, arrived: Sequence[ReceivedParts], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
@@ -213,7 +214,7 @@ class LosslessCall(StatefulCall):
         All ranks call this in the same order, each for what it decodes next. Only the two ranks decide whether there is
         a message.
         """
-        own, staged, hearing = self._exchange.rank, self._exchange.staged, ranks
+        own, staged, hearing = self.rank, self.exchange.staged, ranks
         if staged is not None and ranks in staged.chunks:  # a chunk is sent to other ranks than it comes from
             hearing = staged.hearing[staged.chunks.index(ranks)]
         ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
@@ -242,21 +243,21 @@ class LosslessCall(StatefulCall):
                     receives.append((part, rank))
         if sends or receives:
             for rest, rank in sends:
-                self._exchange.port.count(rank, rest.nbytes)
-                link = self._exchange.topology.link_class(own, rank)
-                self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
+                self.exchange.count(rank, rest.nbytes)
+                link = self.exchange.topology.link_class(own, rank)
+                self.exchange.trace.count(link, rest.nbytes, purpose=OVERFLOW)
             # With the own block's rest, because the share of first parts counts its first part too.
             leaving = [*here.values(), *(rest for rest, _ in sends)]
             whole_bytes = self._batch * self.layout.rows[own] * sum(self.layout.heads) * 2 * self._head_dim
             self.noted_step.overflows += 1
             self.noted_step.sent += sum(x.nbytes for x in leaving) / (whole_bytes * len(self.rooms) // len(TENSORS))
-            with self._trace.span("wait for rests", layer=self._layer):
+            with self.exchange.trace.span("wait for rests", layer=self.layer):
                 self._codec.ranks.control.submit(self._exchange_rests, sends, receives).wait()
         return rests
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
         """Send and receive rests on the control lane."""
-        with self._trace.span("rests", "control"):
+        with self.exchange.trace.span("rests", "control"):
             self._codec.ranks.world.send_recv(sends, receives).wait()
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from cocodiff.attention.stateful import TENSORS, End, LayerEnds, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import Encoded, EncodedCall
+from cocodiff.exchange.outgoing import Encoded
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
 from cocodiff.topology.layout import Layout
 
@@ -50,7 +51,7 @@ class Residual(StatefulCodec):
 
     layer_state = ResidualState
 
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         return ResidualCall(self, exchange, layout, layer_key)
 
     def bits(self, state: ResidualState) -> int | None:
@@ -108,7 +109,7 @@ class ResidualCall(StatefulCall):
         if self.state.wanted.pop(name, None) is not None:  # nothing was decoded since
             last_BTHD, before_BTHD = self.state.received[name].known(self.number, slice(None))
             assert before_BTHD is not None, "what is continued has one before"
-            self._kernels.continue_linearly(last_BTHD, before_BTHD, onward)
+            self.kernels.continue_linearly(last_BTHD, before_BTHD, onward)
         return onward.out_BLHD
 
     # On the wire ------------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class ResidualCall(StatefulCall):
         code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self.width(x_BTHD), dtype=torch.uint8)
         known = ends[name].known(self.number, rows)
         with self._span("encode", name):
-            self._kernels.encode_residual(x_BTHD, known, self.how, self.bits, code_BTHW, self.noted.of(name))
+            self.kernels.encode_residual(x_BTHD, known, self.how, self.bits, code_BTHW, self.noted.of(name))
         return code_BTHW
 
     def _end(self, like_BTHW: Tensor, length: int) -> End:
@@ -144,7 +145,7 @@ class ResidualCall(StatefulCall):
 
     def _span(self, work: str, name: str) -> AbstractContextManager[None]:
         """Return a span of the trace for a pass over a tensor. Displaced tensors are coded on the main thread."""
-        return self._trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self._layer)
+        return self.exchange.trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self.layer)
 
     def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
         """Return all rows of a tensor, of which `rows` have just arrived."""
@@ -160,7 +161,7 @@ class ResidualCall(StatefulCall):
         assert onward is None or code_BTGW.shape == x_BSGW.shape, "what no call waits for comes in one piece"
         with self._span("decode", name):
             factor = self.how.factor if self.continues else None
-            self._kernels.decode_residual(code_BTGW, known, factor, self.bits, onward)
+            self.kernels.decode_residual(code_BTGW, known, factor, self.bits, onward)
         return ends[name].written(self.number)
 
 

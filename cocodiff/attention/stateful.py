@@ -20,7 +20,8 @@ from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT, EncodedCall
+from cocodiff.exchange.outgoing import OUTPUT
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels.residual import NOTES, Reconstructions
 from cocodiff.topology.layout import Layout
 
@@ -353,20 +354,19 @@ class StatefulCodec(Codec):
         super().end(drain)
 
 
-class LayerCall(EncodedCall):
+class LayerCall(Transfer):
     """An attention call of a codec that keeps a state of its layer."""
 
     state: LayerState
 
     def __init__(self, codec: Codec, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
-        super().__init__(layout)
-        self._codec, self.state, self._layer = codec, codec.state_of(layer_key), layer_key.kind
-        self._exchange, self._kernels, self._trace = exchange, exchange.kernels, exchange.trace
+        super().__init__(exchange, layout, layer_key.kind)
+        self._codec, self.state = codec, codec.state_of(layer_key)
 
     def sent_rows(self, name: str) -> int:
         """Return the number of rows of a tensor that this rank sends: all of the sequence for the output, else its
         own."""
-        return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self._exchange.rank]
+        return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self.rank]
 
 
 class StatefulCall(LayerCall):

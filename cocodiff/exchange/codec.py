@@ -1,8 +1,8 @@
 """The base of codecs, which decide what is sent instead of a tensor and how the receiver restores the tensor.
 
 A `Codec` belongs to one rank's attention for as long as the engine exists; the engine calls its lifecycle. For every
-attention call it makes an `EncodedCall` (`outgoing.py`) and the `Transfer` that sends it. An encoded call encodes on
-the sender's lane and decodes on the thread where the receiver waits.
+attention call it makes a `Transfer` (`transfer.py`), which encodes on the sender's lane and decodes on the thread where
+the receiver waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 from cocodiff.comm.transport import Transport
 from cocodiff.config.grouping import by_key
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
@@ -68,7 +67,6 @@ class Codec:
     # if there are enough heads, because a ring's messages are not coded.
     keeps_state = False
     layer_state: type[Any] = object  # class of the state that is kept for a layer
-    transfer: type[Transfer] = Transfer  # class that sends coded calls
     step_info = StepInfo(-1, 0, None)  # position of the model's current call
 
     def __init__(
@@ -91,20 +89,20 @@ class Codec:
         self._report: dict[int, Any] = {}
         self._first: dict[str, None] = {}  # a set: the layers of this run that are coded
 
-    def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> EncodedCall:
-        """Return the encoded call for one attention call.
+    def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
+        """Return the transfer of one attention call whose layer is coded.
 
         Args:
             layer_key: the layer and guidance branch.
         """
-        return EncodedCall(layout)
+        return Transfer(exchange, layout, layer_key.kind)
 
     def open(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
         """Return the transfer of one attention call. Its tensors are sent as they are if its layer is not coded."""
         if self.codes(layer_key.layer):
-            return self.transfer(exchange, self.call(exchange, layout, layer_key), layer_key.kind)
+            return self.call(exchange, layout, layer_key)
         self.note_whole()
-        return Transfer(exchange, EncodedCall(layout), layer_key.kind)
+        return Transfer(exchange, layout, layer_key.kind)
 
     def codes(self, layer: str) -> bool:
         """Return True if a layer is one of the first `state_layers` layers, which are coded.

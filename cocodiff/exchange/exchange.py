@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import Group, Lane, LaneFuture, Transport
+from cocodiff.config.errors import UserError
 from cocodiff.config.registry import EXCHANGES
-from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
+from cocodiff.exchange.messages import BlockSet, RankContext, Target, run_phase, run_pipelined
 from cocodiff.exchange.outgoing import Outgoing
 from cocodiff.kernels import Kernels
 from cocodiff.topology import Topology
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Exchange:
+class Exchange(RankContext):
     """The part of one rank in an exchange among the ranks of a topology."""
 
     def __init__(
@@ -52,9 +53,8 @@ class Exchange:
             together: see `Transport.group`. It is off with stages, because ranks post their messages in different
                 orders.
         """
-        self.rank, self.topology, self.trace, self._table = transport.rank, topology, trace, table
-        self.kernels = kernels or Kernels(note=trace.note_kernel)
-        self.port = Port(self.rank, topology, self.kernels, trace)
+        super().__init__(transport.rank, topology, kernels or Kernels(note=trace.note_kernel), trace)
+        self._table = table
         known = EXCHANGES if name == "auto" else (name,)
         self.plans: dict[str, Plan] = {one: plan_of(topology, self.rank, one, nic_balance) for one in known}
         self._name = next(iter(self.plans))
@@ -62,7 +62,7 @@ class Exchange:
         # and k are in their first. Other exchanges are one job on the plane lane.
         self._in_phases = name == "tapa"
         self.lanes: dict[str, Lane] = {}
-        self._in_order = InOrder()
+        self._failed: Exception | None = None  # the error of the first job that failed
         self.groups: dict[str, Group] = {}
         from cocodiff.comm.groups import group_ranks
 
@@ -79,7 +79,7 @@ class Exchange:
         if chunking is not None and len(chunk_ranks(topology, self.rank, chunking.chunks)) > 1:
             from cocodiff.exchange.staged import StagedExchange
 
-            self.staged = StagedExchange(self.port, self.plans, self.name_of, self.groups, transport, chunking)
+            self.staged = StagedExchange(self, self.plans, self.name_of, self.groups, transport, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
         """Return the name of the exchange that blocks take: "flat", "tapa" or "split".
@@ -102,8 +102,25 @@ class Exchange:
         return self._on_lane(last.lane, partial(self.last_phase, last, before), outgoing)
 
     def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LaneFuture[T]:
-        """Submit a job to a lane. It raises the error of an earlier job that failed, see `InOrder`."""
-        return self.lanes[name].submit(partial(self._in_order.run, job), outgoing)
+        """Submit a job to a lane."""
+        return self.lanes[name].submit(partial(self._run_in_order, job), outgoing)
+
+    def _run_in_order(self, job: Callable[[Outgoing], T], outgoing: Outgoing) -> T:
+        """Run a job, or raise the error of an earlier one that failed.
+
+        Peers match messages in the order in which they are posted. The next job's messages would be matched with those
+        that the failed job left out, and a library may end the process where sizes differ. The lost rank is named
+        where the result is waited for.
+        """
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return job(outgoing)
+        except UserError:  # every rank has the same one
+            raise
+        except Exception as error:
+            self._failed = error
+            raise
 
     def _all_phases(self, outgoing: Outgoing) -> Target:
         """Run all phases of the plan for this size on one lane. Return the filled target.
@@ -120,7 +137,7 @@ class Exchange:
         apart = self._set_apart(outgoing, plan, blocks)
         with self.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer, apart):
             target = outgoing.target(blocks)
-            run_pipelined(self.port, plan, blocks, self.groups, target)
+            run_pipelined(self, plan, blocks, self.groups, target)
             return target
 
     def phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> BlockSet:
@@ -142,7 +159,7 @@ class Exchange:
         if self._takes_part(phase):
             apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
             with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
-                run_phase(self.port, phase, blocks, self.groups[phase.lane])
+                run_phase(self, phase, blocks, self.groups[phase.lane])
 
     def _takes_part(self, phase: Phase) -> bool:
         """Return True if this rank has messages in a phase, or the group makes one call in which all its ranks take

@@ -3,7 +3,8 @@
 import torch
 
 from cocodiff.exchange.codec import Codec
-from cocodiff.exchange.outgoing import Encoded, EncodedCall
+from cocodiff.exchange.outgoing import Encoded
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.planner.costs import CODED, Costs
 
 
@@ -14,10 +15,10 @@ class HalfCosts(Costs):
 
 class Half(Codec):
     def call(self, exchange, layout, layer_key):
-        return HalfCall(layout)
+        return HalfCall(exchange, layout, layer_key.kind)
 
 
-class HalfCall(EncodedCall):
+class HalfCall(Transfer):
     dtype: torch.dtype
 
     def cell_bytes(self, x_BLHD):

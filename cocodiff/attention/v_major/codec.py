@@ -31,7 +31,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload
-from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
 from cocodiff.topology.layout import Layout
@@ -72,12 +72,10 @@ class VMajor(Codec):
         super().__init__(settings, exchange, ranks)
         self.schedule, self.reference = Schedule.of(settings), settings.reference
         self.rank, self.drift = ranks.rank, DriftNotes()
-        by_source = settings.scoring == "source"
-        self._call: type[SelectiveCall] = SourceCall if by_source else CardCall
-        self.transfer = SelectiveTransfer if by_source else CardTransfer
+        self._call: type[SelectiveCall] = SourceCall if settings.scoring == "source" else CardCall
         self._cards: dict[tuple[Layout, int, torch.device], Cards] = {}
 
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         return self._call(self, exchange, layout, layer_key)
 
     def begin_step(self, step_info: StepInfo) -> None:
@@ -117,7 +115,10 @@ class VMajor(Codec):
 
 
 class SelectiveCall(LayerCall, ABC):
-    """An attention call of V-Major. Subclasses score."""
+    """An attention call of V-Major. Subclasses score.
+
+    An order has to send v before or together with q and k, because it decides which of their rows are sent.
+    """
 
     _codec: VMajor
     state: LayerCache
@@ -127,8 +128,12 @@ class SelectiveCall(LayerCall, ABC):
     def selection(self) -> Selection:
         """Return the rows that are sent in a selective call, once they are chosen."""
 
-    def observe(self, v_BLHD: Tensor) -> None:
-        """Receive all of v just before it is sent."""
+    def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
+        """Begin the call. Raise RuntimeError if an order sends q or k before v: all rows of these would be sent, and
+        only some of v."""
+        if "v" not in tensors_BLHD:
+            raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
+        super().open(tensors_BLHD)
 
     def begin(self, like_BLHD: Tensor) -> None:
         codec, state, step = self._codec, self.state, self._codec.step_info.step
@@ -140,7 +145,7 @@ class SelectiveCall(LayerCall, ABC):
         if self.full or OUTPUT in tensors:
             return super().encode(tensors, rows, ranks)
         selection = self.selection()
-        own = selection.of_rank[self._codec.rank]
+        own = selection.of_rank[self.rank]
         return Encoded([self.chosen_rows(name, x, own) for name, x in tensors.items()], selection.layout)
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
@@ -157,7 +162,7 @@ class SelectiveCall(LayerCall, ABC):
         else:
             here = [x_1NGD[0, rows] for x_1NGD in received.values()]
             into = [caches[name].flatten(0, 1) for name in received]
-            self._kernels.scatter_rows(here, self.selection().arriving[rows], into)
+            self.kernels.scatter_rows(here, self.selection().arriving[rows], into)
         return [caches[name] for name in received]
 
     def renew_reference(self, v_BNHD: Tensor) -> None:
@@ -174,50 +179,31 @@ class SelectiveCall(LayerCall, ABC):
         At full steps, and if the reference is "prev", the same pass makes v the reference.
         """
         assert self.state.reference is not None, "a selective step follows a full one"
-        with self._trace.span("score", "select", self._layer):
+        with self.exchange.trace.span("score", "select", self.layer):
             renew = self.full or self._codec.reference == "prev"
-            scores_2BN = self._kernels.l1_score(v_BNHD, self.state.reference, renew)
+            scores_2BN = self.kernels.l1_score(v_BNHD, self.state.reference, renew)
         self._codec.drift.scored(self._codec.step_info.step, scores_2BN)
         return scores_2BN
 
     def choose_tokens(self, scores: Tensor, cards: Cards) -> Tensor:
         """Return which of this rank's candidates are sent, see `Kernels.choose`."""
         schedule = self._codec.schedule
-        return self._kernels.choose(scores.flatten(), cards.among, self._codec.fraction, schedule.threshold)
+        return self.kernels.choose(scores.flatten(), cards.among, self._codec.fraction, schedule.threshold)
 
     def gather(self, own_N: Tensor, parts_N: Sequence[Tensor]) -> None:
         """Gather every rank's scores or selection, on the calling lane. The bytes count as bytes of attention."""
-        with self._trace.span("gather selection", "select", self._layer):
+        with self.exchange.trace.span("gather selection", "select", self.layer):
             self._codec.ranks.world.all_gather(own_N, list(parts_N)).wait()
         for peer in range(len(parts_N)):
-            self._exchange.port.count(peer, own_N.nbytes)
+            self.exchange.count(peer, own_N.nbytes)
 
     def select(self, active_T: Tensor, batch: int, cards: Cards, noted: Sequence[int]) -> Selection:
         """Return the rows that are sent, and record the choice among the tokens of some ranks in the profile."""
         codec, layout = self._codec, self.layout
-        selection = Selection.build(active_T, layout, batch, cards, codec.fraction, self._kernels)
+        selection = Selection.build(active_T, layout, batch, cards, codec.fraction, self.kernels)
         stable = sum(batch * layout.rows[rank] - len(selection.of_rank[rank]) for rank in noted)
         codec.drift.chosen(codec.step_info.step, batch * sum(layout.may_stay[rank] for rank in noted), stable)
         return selection
-
-
-class SelectiveTransfer(Transfer):
-    """The messages of one call of V-Major. An order has to send v before or together with q and k, because it decides
-    which of their rows are sent."""
-
-    coded: SelectiveCall
-
-    def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        """Begin the call. Raise RuntimeError if an order sends q or k before v: all rows of these would be sent, and
-        only some of v."""
-        if "v" not in tensors_BLHD:
-            raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
-        super().open(tensors_BLHD)
-
-    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        if "v" in tensors_BLHD:
-            self.coded.observe(tensors_BLHD["v"])
-        return super().post(tensors_BLHD)
 
 
 # Scoring by source ----------------------------------------------------------------------------------------------------
@@ -228,9 +214,14 @@ class SourceCall(SelectiveCall):
 
     chosen: LaneFuture[Selection] | None = None
 
-    def observe(self, v_BLHD: Tensor) -> None:
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
+        if "v" in tensors_BLHD:
+            self._observe(tensors_BLHD["v"])
+        return super().post(tensors_BLHD)
+
+    def _observe(self, v_BLHD: Tensor) -> None:
         """Score this rank's tokens; in a selective call in the background."""
-        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self._codec.rank]]
+        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.rank]]
         if self.full:
             self.renew_reference(own_BNHD)
         else:
@@ -248,36 +239,19 @@ class SourceCall(SelectiveCall):
         of_all = sent.new_empty(sum(sizes))
         self.gather(sent, of_all.split(sizes))
         cards = self._codec.cards(self.layout, batch, device)
-        return self.select(self.choose_tokens(of_all, cards), batch, cards, [self._codec.rank])
+        return self.select(self.choose_tokens(of_all, cards), batch, cards, [self.rank])
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
         """Return the chosen rows. If the reference is "sent", packing v also writes the chosen rows to the
         reference."""
         if name != "v" or self._codec.reference != "sent":
             return super().chosen_rows(name, x_BLHD, index_N)
-        reference_BNHD, kept_N = self.state.reference, self.selection().kept[self._codec.rank]
+        reference_BNHD, kept_N = self.state.reference, self.selection().kept[self.rank]
         assert reference_BNHD is not None, "a selective step follows a full one"
         return Rows(x_BLHD.flatten(0, 1), index_N, reference_BNHD.flatten(0, 1), kept_N)
 
 
 # Scoring by card ------------------------------------------------------------------------------------------------------
-
-
-class CardTransfer(SelectiveTransfer):
-    """The messages of one call with scoring by card. v is sent alone, and the choice is made between its two phases."""
-
-    coded: CardCall
-
-    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
-        if "v" not in tensors_BLHD:
-            return super().post(others)
-        outgoing, lanes = Outgoing(self.end, {"v": tensors_BLHD["v"]}), self.exchange.lanes
-        first, second = self.exchange.plans["tapa"]  # also those without messages for this rank
-        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, outgoing.blocks), outgoing)
-        chosen = partial(self.coded.choose, swapped, outgoing)
-        v = arriving_whole(outgoing, lanes["plane"].submit(partial(self.exchange.last_phase, second, chosen), outgoing))
-        return v | super().post(others) if others else v
 
 
 class CardCall(SelectiveCall):
@@ -287,9 +261,21 @@ class CardCall(SelectiveCall):
         self.chosen: Future[LaneFuture[Selection]] = Future()
         super().begin(like_BLHD)
 
+    def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
+        """Start sending tensors: v alone, with the choice between its two phases."""
+        others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
+        if "v" not in tensors_BLHD:
+            return super().post(others)
+        outgoing, lanes = Outgoing(self, {"v": tensors_BLHD["v"]}), self.exchange.lanes
+        first, second = self.exchange.plans["tapa"]  # also those without messages for this rank
+        swapped = lanes["sibling"].submit(partial(self.exchange.phase, first, outgoing.blocks), outgoing)
+        chosen = partial(self.choose, swapped, outgoing)
+        v = arriving_whole(outgoing, lanes["plane"].submit(partial(self.exchange.last_phase, second, chosen), outgoing))
+        return v | super().post(others) if others else v
+
     def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         """Return the payloads. v is sent alone, with all rows in its first phase."""
-        encode = EncodedCall.encode if "v" in tensors else SelectiveCall.encode
+        encode = Transfer.encode if "v" in tensors else SelectiveCall.encode
         return encode(self, tensors, rows, ranks)
 
     def selection(self) -> Selection:
@@ -310,8 +296,8 @@ class CardCall(SelectiveCall):
     def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
         """Return the card's tokens that may stay, with the heads of its first tile's plane, [B, N, H_k, D]; None on
         other tiles."""
-        card, heads = scored_blocks(self._exchange.topology, self._codec.rank)
-        if card[0] != self._codec.rank:
+        card, heads = scored_blocks(self.exchange.topology, self.rank)
+        if card[0] != self.rank:
             return None
         layout, parts, places = self.layout, list[Tensor](), list[Tensor]()
         some = dense(on_card.blocks[Block(card[0], heads[0])][0])
@@ -320,7 +306,7 @@ class CardCall(SelectiveCall):
         for rank, rows_BNHD in zip(card, scored_BNHD.split(sizes[0], 1), strict=True):
             places += rows_BNHD.split(sizes[1], 2)
             parts += [dense(on_card.blocks[Block(rank, head)][0])[:, layout.may_stay_slices[rank]] for head in heads]
-        self._kernels.unpack(parts, places)
+        self.kernels.unpack(parts, places)
         return scored_BNHD
 
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
@@ -330,8 +316,8 @@ class CardCall(SelectiveCall):
         except BaseException as error:
             self.chosen.set_exception(error)
             raise
-        selection, topology = self.selection(), self._exchange.topology
-        served = topology.served_planes[self._codec.rank]
+        selection, topology = self.selection(), self.exchange.topology
+        served = topology.served_planes[self.rank]
         blocks = {
             block: [self.chosen_rows("v", dense(x), selection.of_rank[block.rows]) for x in parts]
             for block, parts in on_card.blocks.items()
@@ -349,7 +335,7 @@ class CardCall(SelectiveCall):
         own_N, noted = active_T[:0], list[int]()
         if scored_BNHD is not None:
             own_N = self.choose_tokens(self.score(scored_BNHD), cards)[:-1]
-            noted, _ = scored_blocks(self._exchange.topology, codec.rank)
+            noted, _ = scored_blocks(self.exchange.topology, self.rank)
             if self.state.reference is not None and codec.reference == "sent":
                 chosen_BN11 = own_N.view(torch.bool).view(len(some), -1, 1, 1)
                 torch.where(chosen_BN11, scored_BNHD, self.state.reference, out=self.state.reference)
