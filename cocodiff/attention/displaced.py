@@ -12,14 +12,13 @@ also multiplied by LAG if the operand is the last value itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from cocodiff.attention.stateful import TENSORS, CallNotes, LayerState, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
+from cocodiff.config.config import Config
 from cocodiff.config.registry import CODECS, load
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo
 from cocodiff.exchange.exchange import Exchange
@@ -33,65 +32,20 @@ LAG = 1.5
 LATE = "late"  # purpose that the bytes of displaced tensors are also counted for in the trace
 
 
-@dataclass
-class LayerArrivals(LayerState):
-    """The state of one layer and branch with displacement."""
-
-    # By tensor that was measured at the last call, its relative change since the call before.
-    changes: Mapping[str, float] = field(default_factory=dict)
-    late: list[Callable[[], object]] = field(default_factory=list)  # receive displaced tensors of the last call
-    in_flight: int = 0  # most bytes of these messages, sent and received
-    last: dict[str, Tensor] = field(default_factory=dict)  # newest value of every tensor
-    # rows of the last call that changes are measured by, of tensors that are sent as they are
-    sampled: dict[str, Tensor] = field(default_factory=dict)
-
-    def begin_anew(self) -> None:
-        self.catch_up()
-        self.changes, self.sampled, self.last = {}, {}, {}
-
-    def catch_up(self) -> None:
-        """Receive what the last call did not wait for."""
-        late, self.late, self.in_flight = self.late, [], 0
-        for receive in late:
-            receive()
-
-    def bytes_held(self, own_last: bool = True) -> int:
-        """Return the bytes of the newest received tensors, of rows kept to measure changes, and of messages in flight.
-
-        Args:
-            own_last: False to leave out the newest received tensors, which the inner codec then holds and counts.
-        """
-        held = [*self.sampled.values(), *(self.last.values() if own_last else ())]
-        return sum(x.nbytes for x in held) + self.in_flight
-
-    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
-        super().take_notes(notes)
-        measured = {name: row for name, row in zip(TENSORS, notes, strict=True) if row[3]}
-        self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
-
-
 class Displaced(StatefulCodec):
     """A codec that lets calls continue without some of what another codec sends."""
 
-    layer_state = LayerArrivals
-
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
-        """Wrap the codec of the setting `codec`.
-
-        Args:
-            settings: arrival, tau, fine_steps, and the inner codec's, see `Config`.
-        """
-        super().__init__(settings, exchange, ranks, everyone)
+    def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: AllRanks | None = None) -> None:
+        """Wrap the codec of the setting `codec`, and share its state of layers."""
+        super().__init__(settings, exchange, everyone)
         inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
-        self.inner: Codec = inner(settings, exchange, ranks, everyone)
+        self.inner: Codec = inner(settings, exchange, everyone)
         if isinstance(self.inner, StatefulCodec):
-            self.notes, self._report = self.inner.notes, self.inner._report
+            self.notes, self._report, self._layers = self.inner.notes, self.inner._report, self.inner._layers
         self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         return DisplacedCall(self, exchange, layout, layer_key)
-
-    # Lifecycle --------------------------------------------------------------------------------------------------------
 
     def note_whole(self) -> None:
         super().note_whole()
@@ -101,32 +55,7 @@ class Displaced(StatefulCodec):
         super().begin_step(step_info)
         self.inner.begin_step(step_info)
 
-    def catch_up(self) -> None:
-        """Receive what the last calls of all layers did not wait for."""
-        for state in self._layers.values():
-            state.catch_up()
-
-    def forget(self, layer_key: LayerKey) -> None:
-        if layer_key in self._layers:
-            self._layers.pop(layer_key).catch_up()
-        self.inner.forget(layer_key)
-
-    def end(self, drain: bool = True) -> None:
-        if drain and self.notes is not None:
-            self.notes.hand_out()
-            self.catch_up()
-        super().end(drain)
-        self.inner.end(drain)
-
-    def bytes_held(self) -> int:
-        """Return the most bytes held between calls, those of the inner codec included.
-
-        The newest values of tensors are added unless the inner codec keeps them itself, as it has then counted them.
-        """
-        own = not self.inner.keeps_state
-        return self.inner.bytes_held() + sum(state.bytes_held(own) for state in self._layers.values())
-
-    def displaced(self, state: LayerArrivals, inner: EncodedCall) -> frozenset[str]:
+    def displaced(self, state: LayerState, inner: EncodedCall) -> frozenset[str]:
         """Return the tensors that this call does not wait for."""
         if not state.follows or self.fine:
             return frozenset()
@@ -148,7 +77,6 @@ class DisplacedCall(StatefulCall):
     """
 
     _codec: Displaced
-    state: LayerArrivals
     displaced: frozenset[str]  # tensors that are replaced by operands; set by `begin`
     measured: CallNotes | None = (
         None  # notes of the measured changes; None if the inner codec measures, or nothing does
@@ -161,14 +89,12 @@ class DisplacedCall(StatefulCall):
 
     def begin(self, like_BLHD: Tensor) -> None:
         """Decide which tensors are displaced, the same ones on every rank, and receive what the last call left."""
-        super().begin(like_BLHD)
         codec, state, inner = self._codec, self.state, self.inner
-        inner.begin(like_BLHD)
+        begin = inner.begin if isinstance(inner, StatefulCall) else super().begin  # of the state that they share
+        begin(like_BLHD)
         self.displaced = codec.displaced(state, inner)
         inner.displace(self.displaced)
         state.catch_up()
-        if inner.noted is not None:
-            inner.noted.takers.append(state.take_notes)
         if codec.measures and not inner.measures and state.follows:
             self.measured = self._notes.of_call(like_BLHD.device, state.take_notes)
         if not isinstance(inner, StatefulCall):  # a `StatefulCall` counts its calls itself
@@ -194,7 +120,7 @@ class DisplacedCall(StatefulCall):
         """Measure by some of a tensor's rows how much it has changed since the last call; `rows` of it are given."""
         if not self._codec.measures or self.inner.measures:
             return
-        sampled = self.state.sampled
+        sampled = self.state.compared
         first = -rows.start % SAMPLING  # sampled rows have fixed places in the whole tensor
         some_BNHD = x_BTHD[:, first::SAMPLING]
         if name not in sampled:

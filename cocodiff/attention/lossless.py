@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from cocodiff_sycl.parts import Cut, room_of, stream_places
 from torch import Tensor
 
-from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
+from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerState, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded
@@ -37,22 +37,6 @@ FIRST_ROOMS = (0.68, 0.4)  # first part as a fraction of the tensor, in a layer'
 MARGIN = 0.125  # bits per number that the first part has in addition to the last call's need
 CONTINUED = {"last": 0.0, "taylor": 0.5}  # by setting `predictor`, what the factor of the continuation is multiplied by
 OVERFLOW = "overflow"  # purpose that the bytes of rests are also counted for in the trace
-
-
-@dataclass
-class LosslessState(LayerEnds):
-    """The values of one layer and branch."""
-
-    # By tensor, the room for each token and head in which every stream of the last call would have fit; 0 if unknown.
-    # In sixteenths of a byte.
-    needed: Mapping[str, int] = field(default_factory=dict)
-
-    def begin_anew(self) -> None:
-        super().begin_anew()
-        self.needed = {}
-
-    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
-        self.needed = {name: needed for name, (_, needed, *_) in zip(TENSORS, notes, strict=True)}
 
 
 @dataclass
@@ -71,12 +55,12 @@ class LosslessStep(CodedStep):
 class Lossless(StatefulCodec):
     """The codec that sends exact values as streams."""
 
-    layer_state, step_notes = LosslessState, LosslessStep
+    step_notes = LosslessStep
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         return LosslessCall(self, exchange, layout, layer_key)
 
-    def room(self, state: LosslessState, name: str, head_dim: int) -> int:
+    def room(self, state: LayerState, name: str, head_dim: int) -> int:
         """Return the bytes for each token and head of the first part of a tensor's streams.
 
         It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
@@ -115,7 +99,6 @@ class LosslessCall(StatefulCall):
     """An attention call whose tensors are sent as streams. Attributes without a value are set by `begin`."""
 
     _codec: Lossless
-    state: LosslessState
     codes: bool  # True if the tensors' dtype is coded; others are sent as they are
     factor: float  # of the continuation; 0 for the last values as they are
     noted_step: LosslessStep
@@ -252,13 +235,13 @@ class LosslessCall(StatefulCall):
             self.noted_step.overflows += 1
             self.noted_step.sent += sum(x.nbytes for x in leaving) / (whole_bytes * len(self.rooms) // len(TENSORS))
             with self.exchange.trace.span("wait for rests", layer=self.layer):
-                self._codec.ranks.control.submit(self._exchange_rests, sends, receives).wait()
+                self.exchange.ranks.control.submit(self._exchange_rests, sends, receives).wait()
         return rests
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
         """Send and receive rests on the control lane."""
         with self.exchange.trace.span("rests", "control"):
-            self._codec.ranks.world.send_recv(sends, receives).wait()
+            self.exchange.ranks.world.send_recv(sends, receives).wait()
 
 
 def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, End, LayerEnds, StatefulCall, StatefulCodec
+from cocodiff.attention.stateful import TENSORS, End, LayerState, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import Encoded
@@ -33,38 +32,22 @@ FIRST_BITS = 4  # factor of the bits in a first call, which has no prediction; a
 DAMPING = 0.5
 
 
-@dataclass
-class ResidualState(LayerEnds):
-    """The reconstructions of one layer and branch."""
-
-    plain: bool = False  # True to send the first call of a sequence as it is, because a code failed before it
-    # by tensor, the operands to write while the last call's tensors are decoded
-    wanted: dict[str, Onward] = field(default_factory=dict)
-
-    def begin_anew(self) -> None:
-        super().begin_anew()
-        self.plain = not self.fits
-
-
 class Residual(StatefulCodec):
     """The codec that sends residuals. It uses the settings codec, predictor, fine_steps and arrival, see `Config`."""
-
-    layer_state = ResidualState
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         return ResidualCall(self, exchange, layout, layer_key)
 
-    def bits(self, state: ResidualState) -> int | None:
+    def bits(self, state: LayerState) -> int | None:
         """Return the bits per channel in a layer's call; None if its tensors are sent as they are."""
         first = not state.follows
-        return None if first and state.plain else bits_of(self.settings.codec, first, self.fine)
+        return None if first and state.failed else bits_of(self.settings.codec, first, self.fine)
 
 
 class ResidualCall(StatefulCall):
     """An attention call whose tensors are sent as residuals."""
 
     _codec: Residual
-    state: ResidualState
     bits: int | None  # per channel; None if tensors are sent as they are; set by `begin`
     how: Prediction  # of all tensors that are coded; in a first call it is zero; set by `begin`
     measures = True
@@ -95,18 +78,18 @@ class ResidualCall(StatefulCall):
     def displace(self, names: frozenset[str]) -> None:
         """Prepare the operands of displaced tensors. They are written in the pass that decodes the tensors of the last
         call."""
-        self.displaced, self.state.wanted = names, {}
+        self.displaced, self.state.onward = names, {}
         for name in names if self.continues else ():
             newest_BTHD = self.state.received[name].newest(self.number)
-            self.state.wanted[name] = Onward(DAMPING * self.how.factor, torch.empty_like(newest_BTHD))
-        self._operands = dict(self.state.wanted)
+            self.state.onward[name] = Onward(DAMPING * self.how.factor, torch.empty_like(newest_BTHD))
+        self._operands = dict(self.state.onward)
 
     def operand(self, name: str, last: Tensor) -> Tensor:
         # Removed, because messages in flight keep this call alive until the next one.
         onward = self._operands.pop(name, None)
         if onward is None:
             return last
-        if self.state.wanted.pop(name, None) is not None:  # nothing was decoded since
+        if self.state.onward.pop(name, None) is not None:  # nothing was decoded since
             last_BTHD, before_BTHD = self.state.received[name].known(self.number, slice(None))
             assert before_BTHD is not None, "what is continued has one before"
             self.kernels.continue_linearly(last_BTHD, before_BTHD, onward)
@@ -157,7 +140,7 @@ class ResidualCall(StatefulCall):
         if name not in ends:
             ends[name] = self._end(x_BSGW, x_BSGW.shape[1])
         code_BTGW, known = x_BSGW[:, rows], ends[name].known(self.number, rows)
-        onward = self.state.wanted.pop(name, None)
+        onward = self.state.onward.pop(name, None)
         assert onward is None or code_BTGW.shape == x_BSGW.shape, "what no call waits for comes in one piece"
         with self._span("decode", name):
             factor = self.how.factor if self.continues else None

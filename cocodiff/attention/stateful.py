@@ -18,11 +18,12 @@ from torch import Tensor
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture
+from cocodiff.config.config import Config
 from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT
 from cocodiff.exchange.transfer import Transfer
-from cocodiff.kernels.residual import NOTES, Reconstructions
+from cocodiff.kernels.residual import NOTES, Onward, Reconstructions
 from cocodiff.topology.layout import Layout
 
 TENSORS = ("q", "k", "v", OUTPUT)  # the tensors of a call, in the order of their notes
@@ -34,8 +35,31 @@ TakeNotes = Callable[[Sequence[Sequence[int]]], None]
 
 
 @dataclass
+class End:
+    """The values of one tensor at the last calls, at its sender or its receiver.
+
+    The buffers are contiguous, and take turns in being the newest.
+    """
+
+    buffers: list[Tensor]
+
+    def newest(self, call: int) -> Tensor:
+        """Return the newest values that call number `call` (from 1) finds."""
+        return self.buffers[(call - 1) % len(self.buffers)]
+
+    def known(self, call: int, rows: slice) -> Reconstructions:
+        """Return some rows for that call: the newest values, and the older ones that it writes over."""
+        last, written = self.newest(call), self.written(call)
+        return Reconstructions(last[:, rows], None if written is last else written[:, rows])
+
+    def written(self, call: int) -> Tensor:
+        """Return the buffer that the values of call number `call` are written to."""
+        return self.buffers[call % len(self.buffers)]
+
+
+@dataclass
 class LayerState:
-    """The state of one layer and branch between calls.
+    """The state of one layer and branch between calls. A codec uses the fields that it needs.
 
     A call *follows* the last one if its tensors can be predicted from it. Otherwise it begins a new sequence of calls.
     """
@@ -45,13 +69,30 @@ class LayerState:
     follows: int = 0  # number of calls in the sequence after its first one
     # noise levels of the newest calls in the sequence, at most NEWEST
     levels: list[float] = field(default_factory=list)
+
+    # What all ranks noted of the last call, see `take_notes`.
     fits: bool = True  # False if a group of the last call had no scale on some rank
+    failed: bool = False  # True in a sequence that began because a group had no scale
+    needed: dict[str, int] = field(default_factory=dict)  # by tensor, the room that its streams need
+    changes: dict[str, float] = field(default_factory=dict)  # by tensor that was measured, its relative change
+
+    # Tensors, by name. Of q, k and v the sender has its own rows and all heads, the receiver all rows and its own
+    # heads. Of the output it is the other way round.
+    sent: dict[str, End] = field(default_factory=dict)  # values of tensors that this rank sends
+    received: dict[str, End] = field(default_factory=dict)  # values of tensors that it receives
+    last: dict[str, Tensor] = field(default_factory=dict)  # newest received tensors, in the memory of `received` if any
+    compared: dict[str, Tensor] = field(default_factory=dict)  # rows of the last call by which changes are measured
+
+    # Displacement.
+    late: list[Callable[[], object]] = field(default_factory=list)  # receive displaced tensors of the last call
+    in_flight: int = 0  # most bytes of these messages, sent and received
+    onward: dict[str, Onward] = field(default_factory=dict)  # operands to write while they are decoded
 
     def begin(self, like_BLHD: Tensor, layout: Layout, step_info: StepInfo, anew: bool) -> None:
         """Begin a call and decide whether it follows the last one.
 
         It does if it has the same form, is at a later step of the run, and all groups of the last call had a scale.
-        Steps in between that left the layer out do not matter.
+        Steps in between that left the layer out do not matter. Otherwise all that earlier calls have left is dropped.
 
         Args:
             anew: True to begin a new sequence in any case.
@@ -61,28 +102,43 @@ class LayerState:
         anew = anew or self.form != form or self.last_step >= step_info.step or not self.fits
         self.form, self.last_step = form, step_info.step
         if anew:
-            self.begin_anew()
-            self.fits, self.follows, self.levels = True, 0, [level]
+            self.catch_up()
+            for kept in (self.needed, self.changes, self.sent, self.received, self.last, self.compared):
+                kept.clear()
+            self.failed, self.fits, self.follows, self.levels = not self.fits, True, 0, [level]
         else:
             self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
 
-    def begin_anew(self) -> None:
-        """Drop the state that earlier calls have left."""
+    def catch_up(self) -> None:
+        """Receive what the last call did not wait for."""
+        late, self.late, self.in_flight = self.late, [], 0
+        for receive in late:
+            receive()
 
     def bytes_held(self) -> int:
-        """Return the number of bytes that the state holds."""
-        return 0
+        """Return the number of bytes that the state holds, including messages in flight."""
+        held = [buffer for end in (*self.sent.values(), *self.received.values()) for buffer in end.buffers]
+        held += self.compared.values()
+        held += [x for name, x in self.last.items() if name not in self.received]
+        return sum(x.nbytes for x in held) + self.in_flight
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         """Take the notes of the last call, combined over all ranks: one row for each of TENSORS.
 
         A row has
             [0]  the number of groups without a scale;
-            [1]  the room that the lossless codec needs (the maximum);
+            [1]  the room for each token and head in which every stream would have fit, in sixteenths of a byte (the
+                 maximum);
             [2]  the sum over groups of the change's size minus the value's size, in eighths of an octave;
             [3]  the number of groups in that sum.
+
+        Several codecs may note a call. A 0 of [1] or [3] says nothing.
         """
+        of_tensors = dict(zip(TENSORS, notes, strict=True))
         self.fits = not any(unfit for unfit, *_ in notes)
+        self.needed |= {name: needed for name, (_, needed, *_) in of_tensors.items() if needed}
+        measured = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in of_tensors.items() if groups}
+        self.changes = measured or self.changes
 
     @property
     def factor(self) -> float:
@@ -132,7 +188,7 @@ class CallNotes(NamedTuple):
     """The notes of one call."""
 
     own: Tensor  # this rank's, int64 [tensors, NOTES]
-    takers: list[TakeNotes]  # called with the notes combined over all ranks
+    taker: TakeNotes  # called with the notes combined over all ranks
 
     def of(self, name: str) -> Tensor:
         """Return the notes of one tensor, int64 [NOTES]."""
@@ -158,7 +214,7 @@ class SharedNotes:
         first = len(self._noted) % NOTED_CALLS * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_CALLS * len(TENSORS), NOTES, dtype=torch.int64, device=device))
-        self._noted.append(CallNotes(self._blocks[-1][first : first + len(TENSORS)], [taker]))
+        self._noted.append(CallNotes(self._blocks[-1][first : first + len(TENSORS)], taker))
         return self._noted[-1]
 
     def begin_step(self, step_info: StepInfo) -> None:
@@ -184,8 +240,7 @@ class SharedNotes:
         with self._trace.span("wait for notes"):
             sums = pending.wait() or []
         for number, one in enumerate(noted if sums else ()):
-            for take_notes in one.takers:
-                take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
+            one.taker(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
 
     def clear(self) -> None:
         """Drop all notes."""
@@ -203,48 +258,6 @@ class SharedNotes:
         total = of_ranks.sum(0)
         total[:, NEEDED] = of_ranks[..., NEEDED].amax(0)
         return None if total.is_meta else total.tolist()
-
-
-@dataclass
-class End:
-    """The values of one tensor at the last calls, at its sender or its receiver.
-
-    The buffers are contiguous, and take turns in being the newest.
-    """
-
-    buffers: list[Tensor]
-
-    def newest(self, call: int) -> Tensor:
-        """Return the newest values that call number `call` (from 1) finds."""
-        return self.buffers[(call - 1) % len(self.buffers)]
-
-    def known(self, call: int, rows: slice) -> Reconstructions:
-        """Return some rows for that call: the newest values, and the older ones that it writes over."""
-        last, written = self.newest(call), self.written(call)
-        return Reconstructions(last[:, rows], None if written is last else written[:, rows])
-
-    def written(self, call: int) -> Tensor:
-        """Return the buffer that the values of call number `call` are written to."""
-        return self.buffers[call % len(self.buffers)]
-
-
-@dataclass
-class LayerEnds(LayerState):
-    """The values of a layer that both ends hold, by tensor.
-
-    Of q, k and v the sender has its own rows and all heads, the receiver all rows and its own heads. Of the output it
-    is the other way round.
-    """
-
-    sent: dict[str, End] = field(default_factory=dict)  # values of tensors that this rank sends
-    received: dict[str, End] = field(default_factory=dict)  # values of tensors that it receives
-
-    def begin_anew(self) -> None:
-        self.sent, self.received = {}, {}
-
-    def bytes_held(self) -> int:
-        ends = (*self.sent.values(), *self.received.values())
-        return sum(buffer.nbytes for end in ends for buffer in end.buffers)
 
 
 @dataclass
@@ -305,23 +318,45 @@ class CodedStep:
 
 
 class StatefulCodec(Codec):
-    """A codec that keeps every layer's last values, and decides by what all ranks noted about the last call. A single
-    rank codes nothing."""
+    """A codec that keeps a state of every layer. A single rank codes nothing."""
 
     keeps_state = True
     fixed_kind: FixedKind | None = None  # the kind that every call is made to be, in recordings
     step_notes: type[StepNotes] = CodedStep
     _report: defaultdict[int, Any]
 
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
+    def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: AllRanks | None = None) -> None:
         """Create the codec.
 
         Args:
             everyone: the ranks that share the sequence, which decide together.
         """
-        super().__init__(settings, exchange, ranks)
+        super().__init__(settings, exchange)
         self.kept, self._report = values_kept(settings), defaultdict(self.step_notes)
-        self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
+        self.notes = None if exchange is None or everyone is None else SharedNotes(everyone, exchange.trace)
+        self._layers: dict[LayerKey, LayerState] = {}
+        self._first: dict[str, None] = {}  # a set: the layers of this run that are coded
+
+    def open(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
+        if self.codes(layer_key.layer):
+            return self.call(exchange, layout, layer_key)
+        self.note_whole()
+        return super().open(exchange, layout, layer_key)
+
+    def codes(self, layer: str) -> bool:
+        """Return True if a layer is one of the first `state_layers` layers, which are coded.
+
+        The result is the same on every rank, because all models call their layers in the same order.
+        """
+        if self.settings.state_layers is None:
+            return True
+        if len(self._first) < self.settings.state_layers:
+            self._first[layer] = None
+        return layer in self._first
+
+    def state_of(self, layer_key: LayerKey) -> LayerState:
+        """Return the state of a layer and branch, which is created at its first call."""
+        return self._layers.setdefault(layer_key, LayerState())
 
     @property
     def fine(self) -> bool:
@@ -338,6 +373,7 @@ class StatefulCodec(Codec):
         return self._report[self.step_info.step]
 
     def note_whole(self) -> None:
+        """Record a call whose tensors are sent as they are because its layer is not coded."""
         self.noted_step.add()
 
     def begin_step(self, step_info: StepInfo) -> None:
@@ -346,20 +382,36 @@ class StatefulCodec(Codec):
         if self.notes is not None:
             self.notes.begin_step(step_info)
 
+    def catch_up(self) -> None:
+        """Receive what the last calls of all layers did not wait for."""
+        for state in self._layers.values():
+            state.catch_up()
+
+    def forget(self, layer_key: LayerKey) -> None:
+        if layer_key in self._layers:
+            self._layers.pop(layer_key).catch_up()
+
     def end(self, drain: bool = True) -> None:
         if self.notes is not None:
             if drain:
                 self.notes.hand_out()
+                self.catch_up()
             self.notes.clear()
-        super().end(drain)
+        self._layers.clear()
+        self._first.clear()
+
+    def bytes_held(self) -> int:
+        return sum(state.bytes_held() for state in self._layers.values())
 
 
-class LayerCall(Transfer):
+class StatefulCall(Transfer):
     """An attention call of a codec that keeps a state of its layer."""
 
-    state: LayerState
+    _codec: StatefulCodec
+    number: int  # index of the call in its sequence of calls, from 0; set by `begin`
+    noted: CallNotes | None = None
 
-    def __init__(self, codec: Codec, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
+    def __init__(self, codec: StatefulCodec, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(exchange, layout, layer_key.kind)
         self._codec, self.state = codec, codec.state_of(layer_key)
 
@@ -367,14 +419,6 @@ class LayerCall(Transfer):
         """Return the number of rows of a tensor that this rank sends: all of the sequence for the output, else its
         own."""
         return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self.rank]
-
-
-class StatefulCall(LayerCall):
-    """An attention call of a codec that predicts tensors from the last calls."""
-
-    _codec: StatefulCodec
-    number: int  # index of the call in its sequence of calls, from 0; set by `begin`
-    noted: CallNotes | None = None
 
     def begin(self, like_BLHD: Tensor) -> None:
         """Take the notes of earlier calls, and decide whether this call follows the last one."""

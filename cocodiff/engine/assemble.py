@@ -63,7 +63,7 @@ def build_strategy(
         exchange = Exchange(
             config.exchange, topology, members, trace, table, config.nic_balance, kernels, chunked, together
         )
-    codec = codec_class(config)(config, exchange, members, AllRanks(mesh.topology, transport))
+    codec = codec_class(config)(config, exchange, AllRanks(mesh.topology, transport))
     return Ulysses(topology, exchange, trace, load(ORDERS, config.order), codec, local, ring)
 
 

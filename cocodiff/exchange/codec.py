@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cocodiff.comm.transport import Transport
+from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.transfer import Transfer
@@ -66,61 +67,32 @@ class Codec:
     # True if memory is held between calls. Then a run is checked for memory before it starts. A mesh then has no ring
     # if there are enough heads, because a ring's messages are not coded.
     keeps_state = False
-    layer_state: type[Any] = object  # class of the state that is kept for a layer
     step_info = StepInfo(-1, 0, None)  # position of the model's current call
 
     def __init__(
-        self,
-        settings: Any = None,
-        exchange: Exchange | None = None,
-        ranks: Any = None,
-        everyone: AllRanks | None = None,
+        self, settings: Config | None = None, exchange: Exchange | None = None, everyone: AllRanks | None = None
     ) -> None:
         """Create the codec of one rank of a Ulysses group.
 
         Args:
-            settings: the engine's.
-            exchange: of the group; None for one rank.
-            ranks: the group's transport.
-            everyone: the group's ranks and, with a ring, those of the other groups.
+            settings: the engine's; None for the defaults.
+            exchange: of the group; None for one rank, or for questions that need no messages.
+            everyone: the group's ranks and, with a ring, those of the other groups; None with no exchange.
         """
-        self.settings, self._exchange, self.ranks = settings, exchange, ranks
-        self._layers: dict[Any, Any] = {}
+        self.settings, self._exchange = settings or Config(), exchange
         self._report: dict[int, Any] = {}
-        self._first: dict[str, None] = {}  # a set: the layers of this run that are coded
 
-    def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
-        """Return the transfer of one attention call whose layer is coded.
+    def open(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
+        """Return the transfer of one attention call. Its tensors are sent as they are if its layer is not coded.
 
         Args:
             layer_key: the layer and guidance branch.
         """
+        return self.call(exchange, layout, layer_key)
+
+    def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
+        """Return the transfer of one attention call whose layer is coded."""
         return Transfer(exchange, layout, layer_key.kind)
-
-    def open(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
-        """Return the transfer of one attention call. Its tensors are sent as they are if its layer is not coded."""
-        if self.codes(layer_key.layer):
-            return self.call(exchange, layout, layer_key)
-        self.note_whole()
-        return Transfer(exchange, layout, layer_key.kind)
-
-    def codes(self, layer: str) -> bool:
-        """Return True if a layer is one of the first `state_layers` layers, which are coded.
-
-        The result is the same on every rank, because all models call their layers in the same order.
-        """
-        if not self.keeps_state or self.settings.state_layers is None:
-            return True
-        if len(self._first) < self.settings.state_layers:
-            self._first[layer] = None
-        return layer in self._first
-
-    def note_whole(self) -> None:
-        """Record a call whose tensors are sent as they are because its layer is not coded."""
-
-    def state_of(self, layer_key: Any) -> Any:
-        """Return the state of a layer and branch, which is created at its first call."""
-        return self._layers.setdefault(layer_key, self.layer_state())
 
     def begin_step(self, step_info: StepInfo) -> None:
         """Begin a call of the model: of another run, another step, or another guidance branch of the same step."""
@@ -130,7 +102,6 @@ class Codec:
 
     def forget(self, layer_key: Any) -> None:
         """Free the state of a layer whose next call is made by other ranks."""
-        self._layers.pop(layer_key, None)
 
     def end(self, drain: bool = True) -> None:
         """Free all memory, when the engine is left or a new run begins.
@@ -138,12 +109,10 @@ class Codec:
         Args:
             drain: True to receive messages in flight first; False after a failure.
         """
-        self._layers.clear()
-        self._first.clear()
 
     def bytes_held(self) -> int:
         """Return the largest number of bytes held between calls now, including messages in flight."""
-        return sum(state.bytes_held() for state in self._layers.values())
+        return 0
 
     def report(self) -> Mapping[int, StepNotes]:
         """Return the records of every step so far, to be merged over ranks."""

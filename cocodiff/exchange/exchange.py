@@ -54,7 +54,7 @@ class Exchange(RankContext):
                 orders.
         """
         super().__init__(transport.rank, topology, kernels or Kernels(note=trace.note_kernel), trace)
-        self._table = table
+        self.ranks, self._table = transport, table
         known = EXCHANGES if name == "auto" else (name,)
         self.plans: dict[str, Plan] = {one: plan_of(topology, self.rank, one, nic_balance) for one in known}
         self._name = next(iter(self.plans))

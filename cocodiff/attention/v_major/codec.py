@@ -1,9 +1,10 @@
 """V-Major (CoCoDiff section III-D): only tokens whose v changed are sent. For the others every rank uses the values
 that were sent last.
 
-Each rank keeps, for every layer, the q, k and v it received: whole sequences of its own heads. A selective step gathers
-the active rows, sends them through the same exchange that carries full ones, and writes what arrives into these caches.
-All rows of the output are always sent.
+Each rank keeps, for every layer, the q, k and v it received: whole sequences of its own heads (`LayerState.last`). A
+selective step gathers the active rows, sends them through the same exchange that carries full ones, and writes what
+arrives into these caches. All rows of the output are always sent. Scores compare v with a reference, v of the scored
+rows (`LayerState.compared`).
 
 Tokens are scored by source or by card. By source, each rank scores its own tokens over all heads before they are sent.
 By card is the paper's order: all rows of v take the first phase. Then the first tile of every card scores the card's
@@ -16,19 +17,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import LayerCall, LayerState
+from cocodiff.attention.stateful import StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks
 from cocodiff.comm.transport import LaneFuture
+from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
+from cocodiff.exchange.codec import AllRanks, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, Outgoing, TensorFuture
@@ -38,27 +38,10 @@ from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
 
 
-@dataclass
-class LayerCache(LayerState):
-    """The tensors of one layer and branch that are kept between calls."""
-
-    reference: Tensor | None = None  # v of the scored rows; None before the first call
-    received: dict[str, Tensor] = field(default_factory=dict)  # q, k and v, each [B, S, G, D]
-
-    def begin_anew(self) -> None:
-        self.reference, self.received = None, {}
-
-    def bytes_held(self) -> int:
-        return sum(x.nbytes for x in [*self.received.values(), self.reference] if x is not None)
-
-
-class VMajor(Codec):
+class VMajor(StatefulCodec):
     """The codec that sends active tokens only. On one rank nothing is sent, and nothing is selected."""
 
-    keeps_state = True
-    layer_state = LayerCache
-
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks | None = None) -> None:
+    def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: AllRanks | None = None) -> None:
         """Create the codec.
 
         Args:
@@ -69,9 +52,9 @@ class VMajor(Codec):
                 reference  "prev": v at the call before;
                            "sent": v as it was last sent.
         """
-        super().__init__(settings, exchange, ranks)
+        super().__init__(settings, exchange, everyone)
         self.schedule, self.reference = Schedule.of(settings), settings.reference
-        self.rank, self.drift = ranks.rank, DriftNotes()
+        self.drift = DriftNotes()
         self._call: type[SelectiveCall] = SourceCall if settings.scoring == "source" else CardCall
         self._cards: dict[tuple[Layout, int, torch.device], Cards] = {}
 
@@ -89,6 +72,7 @@ class VMajor(Codec):
         return self.drift.by_step()
 
     def forget_report(self) -> None:
+        super().forget_report()
         self.drift.clear()
 
     @property
@@ -106,7 +90,7 @@ class VMajor(Codec):
         assert self._exchange is not None, "one rank alone selects nothing"
         key, by_card = (layout, batch, device), self._call is CardCall
         if key not in self._cards:
-            arguments = self._exchange.topology, layout, batch, self.columns, device, by_card, self.rank
+            arguments = self._exchange.topology, layout, batch, self.columns, device, by_card, self._exchange.rank
             self._cards[key] = Cards.build(*arguments)
         return self._cards[key]
 
@@ -114,14 +98,13 @@ class VMajor(Codec):
 # One call, for both kinds of scoring ----------------------------------------------------------------------------------
 
 
-class SelectiveCall(LayerCall, ABC):
+class SelectiveCall(StatefulCall, ABC):
     """An attention call of V-Major. Subclasses score.
 
     An order has to send v before or together with q and k, because it decides which of their rows are sent.
     """
 
     _codec: VMajor
-    state: LayerCache
     full = True  # True if all tokens are sent; set by `begin`
 
     @abstractmethod
@@ -154,7 +137,7 @@ class SelectiveCall(LayerCall, ABC):
 
     def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
         """Write q, k and v to the caches: all rows, or in one launch the rows that arrived. Return the caches."""
-        caches = self.state.received
+        caches = self.state.last
         if OUTPUT in received:
             return super().decode(received, rows, ranks)
         if self.full:
@@ -167,10 +150,10 @@ class SelectiveCall(LayerCall, ABC):
 
     def renew_reference(self, v_BNHD: Tensor) -> None:
         """Make v the reference at a full step. It is scored if there is a reference to compare with."""
-        if self.state.reference is None:
-            self.state.reference = v_BNHD.clone(memory_format=torch.contiguous_format)
-        else:
+        if "v" in self.state.compared:
             self.score(v_BNHD)
+        else:
+            self.state.compared["v"] = v_BNHD.clone(memory_format=torch.contiguous_format)
 
     def score(self, v_BNHD: Tensor) -> Tensor:
         """Return the change and norm of every token against the reference, float32 [2, B, N], and record them in the
@@ -178,10 +161,9 @@ class SelectiveCall(LayerCall, ABC):
 
         At full steps, and if the reference is "prev", the same pass makes v the reference.
         """
-        assert self.state.reference is not None, "a selective step follows a full one"
         with self.exchange.trace.span("score", "select", self.layer):
             renew = self.full or self._codec.reference == "prev"
-            scores_2BN = self.kernels.l1_score(v_BNHD, self.state.reference, renew)
+            scores_2BN = self.kernels.l1_score(v_BNHD, self.state.compared["v"], renew)
         self._codec.drift.scored(self._codec.step_info.step, scores_2BN)
         return scores_2BN
 
@@ -193,7 +175,7 @@ class SelectiveCall(LayerCall, ABC):
     def gather(self, own_N: Tensor, parts_N: Sequence[Tensor]) -> None:
         """Gather every rank's scores or selection, on the calling lane. The bytes count as bytes of attention."""
         with self.exchange.trace.span("gather selection", "select", self.layer):
-            self._codec.ranks.world.all_gather(own_N, list(parts_N)).wait()
+            self.exchange.ranks.world.all_gather(own_N, list(parts_N)).wait()
         for peer in range(len(parts_N)):
             self.exchange.count(peer, own_N.nbytes)
 
@@ -225,7 +207,7 @@ class SourceCall(SelectiveCall):
         if self.full:
             self.renew_reference(own_BNHD)
         else:
-            self.chosen = self._codec.ranks.control.submit(self._choose, own_BNHD)
+            self.chosen = self.exchange.ranks.control.submit(self._choose, own_BNHD)
 
     def selection(self) -> Selection:
         assert self.chosen is not None, "v is sent before or together with what depends on it"
@@ -246,8 +228,7 @@ class SourceCall(SelectiveCall):
         reference."""
         if name != "v" or self._codec.reference != "sent":
             return super().chosen_rows(name, x_BLHD, index_N)
-        reference_BNHD, kept_N = self.state.reference, self.selection().kept[self.rank]
-        assert reference_BNHD is not None, "a selective step follows a full one"
+        reference_BNHD, kept_N = self.state.compared["v"], self.selection().kept[self.rank]
         return Rows(x_BLHD.flatten(0, 1), index_N, reference_BNHD.flatten(0, 1), kept_N)
 
 
@@ -312,7 +293,7 @@ class CardCall(SelectiveCall):
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
         """Choose rows, and return the blocks of v with active rows for the second phase."""
         try:
-            self.chosen.set_result(self._codec.ranks.control.submit(self._choose, on_card))
+            self.chosen.set_result(self.exchange.ranks.control.submit(self._choose, on_card))
         except BaseException as error:
             self.chosen.set_exception(error)
             raise
@@ -336,9 +317,10 @@ class CardCall(SelectiveCall):
         if scored_BNHD is not None:
             own_N = self.choose_tokens(self.score(scored_BNHD), cards)[:-1]
             noted, _ = scored_blocks(self.exchange.topology, self.rank)
-            if self.state.reference is not None and codec.reference == "sent":
+            if codec.reference == "sent":
                 chosen_BN11 = own_N.view(torch.bool).view(len(some), -1, 1, 1)
-                torch.where(chosen_BN11, scored_BNHD, self.state.reference, out=self.state.reference)
+                reference_BNHD = self.state.compared["v"]
+                torch.where(chosen_BN11, scored_BNHD, reference_BNHD, out=reference_BNHD)
         self.gather(own_N, active_T[:-1].split([len(some) * tokens for tokens in cards.tokens]))
         return self.select(active_T, len(some), cards, noted)
 
