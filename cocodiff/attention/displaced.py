@@ -20,10 +20,11 @@ from cocodiff.attention.stateful import TENSORS, CallNotes, LayerState, Stateful
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.config.config import Config
 from cocodiff.config.registry import CODECS, load
-from cocodiff.exchange.codec import AllRanks, Codec, StepInfo
+from cocodiff.exchange.codec import CODED, AllRanks, CallKind, Codec, StepInfo
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 SAMPLING = 16  # one of this number of rows is measured, for tensors that are sent as they are
@@ -43,6 +44,7 @@ class Displaced(StatefulCodec):
         if isinstance(self.inner, StatefulCodec):
             self.notes, self._report, self._layers = self.inner.notes, self.inner._report, self.inner._layers
         self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
+        self.agrees = self.measures or self.inner.agrees
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         return DisplacedCall(self, exchange, layout, layer_key)
@@ -60,13 +62,40 @@ class Displaced(StatefulCodec):
         if not state.follows or self.fine:
             return frozenset()
         if self.fixed_kind is not None:
-            return self.fixed_kind.displaced
+            return frozenset(self.fixed_kind.displaced)
         if not self.measures:
             return frozenset(TENSORS)
         limit = self.settings.tau / state.pace
         if not inner.continues:
             limit /= LAG
         return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)
+
+    # For plans and recordings -----------------------------------------------------------------------------------------
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        return self.inner.sent_bytes(head_dim, itemsize, kind)
+
+    def state_bytes(
+        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
+    ) -> list[Mapping[str, int]]:
+        """Return the bytes that a layer keeps, exactly: what the inner codec keeps, or without one the tensors that
+        the last call received and the sampled rows; and what is in flight.
+
+        In flight, in the width of the wire, are a call's sent tensors until they have left, and received ones until the
+        next call takes them.
+        """
+        found, S, H = list[Mapping[str, int]](), sum(layout.rows), sum(layout.heads)
+        cell, width = batch * head_dim * itemsize, batch * self.sent_bytes(head_dim, itemsize)
+        inner = self.inner.state_bytes(topology, layout, batch, head_dim, itemsize)
+        for of_inner, L, G in zip(inner, layout.rows, layout.heads, strict=True):
+            sampled = 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G if self.measures else 0
+            kept = {"reconstructions": (3 * S * G + L * H + sampled) * cell, **of_inner}
+            found.append({**kept, "in_flight": len(TENSORS) * width * (L * H + S * G)})
+        return found
+
+    def hold_at(self, kind: CallKind) -> None:
+        super().hold_at(kind)
+        self.inner.hold_at(kind)
 
 
 class DisplacedCall(StatefulCall):

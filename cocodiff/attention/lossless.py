@@ -26,14 +26,20 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerState, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
+from cocodiff.exchange.codec import CODED, CallKind
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels.device import used_on_current_stream
-from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room
+from cocodiff.kernels.lossless import CODED as CODED_DTYPES
+from cocodiff.kernels.lossless import PARTS, Known, least_room
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 FIRST_ROOMS = (0.68, 0.4)  # first part as a fraction of the tensor, in a layer's first and second call
+# The fraction of a tensor's bytes that a call sends: the mean of a run of 50 steps, and a layer's first call. Heads are
+# wide enough that rounding to whole bytes does not matter (docs/exchange.md).
+TYPICAL, TYPICAL_FIRST = 0.3, 0.68
 MARGIN = 0.125  # bits per number that the first part has in addition to the last call's need
 CONTINUED = {"last": 0.0, "taylor": 0.5}  # by setting `predictor`, what the factor of the continuation is multiplied by
 OVERFLOW = "overflow"  # purpose that the bytes of rests are also counted for in the trace
@@ -68,12 +74,24 @@ class Lossless(StatefulCodec):
         """
         whole, needed = 2 * head_dim, state.needed.get(name, 0)
         if self.fixed_kind is not None:
-            room = self.fixed_kind.share * whole
+            room = (TYPICAL_FIRST if self.fixed_kind.whole else TYPICAL) * whole
         elif state.follows < len(FIRST_ROOMS) or not needed:
             room = FIRST_ROOMS[min(state.follows, 1)] * whole
         else:
             room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
         return max(least_room(head_dim), min(math.ceil(room), whole))
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        """Return the bytes on the wire of a typical run; they depend on the data."""
+        whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
+        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
+
+    def state_bytes(
+        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
+    ) -> list[Mapping[str, int]]:
+        if itemsize != 2:  # elements of this size are not coded
+            return [{}] * topology.size
+        return super().state_bytes(topology, layout, batch, head_dim, itemsize)
 
 
 class SentStream(NamedTuple):
@@ -114,7 +132,7 @@ class LosslessCall(StatefulCall):
         self._like, self._batch, self._head_dim = like_BLHD.new_empty(0), len(like_BLHD), like_BLHD.shape[-1]
         codec, state = self._codec, self.state
         self.factor = state.factor * CONTINUED[codec.settings.predictor]
-        self.noted_step, self.codes = codec.noted_step, like_BLHD.dtype in CODED
+        self.noted_step, self.codes = codec.noted_step, like_BLHD.dtype in CODED_DTYPES
         if self.codes:
             there = state.sent if state.follows else TENSORS
             self.rooms = {name: codec.room(state, name, self._head_dim) for name in TENSORS if name in there}

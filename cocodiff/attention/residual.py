@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import TENSORS, End, LayerState, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
+from cocodiff.exchange.codec import CODED, CallKind
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import Encoded
 from cocodiff.exchange.transfer import Transfer
@@ -42,6 +43,9 @@ class Residual(StatefulCodec):
         """Return the bits per channel in a layer's call; None if its tensors are sent as they are."""
         first = not state.follows
         return None if first and state.failed else bits_of(self.settings.codec, first, self.fine)
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        return width_of(head_dim, itemsize, bits_of(self.settings.codec, kind.whole, kind.fine))
 
 
 class ResidualCall(StatefulCall):

@@ -8,7 +8,7 @@ ranks (see `kernels.residual`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,16 +19,18 @@ from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.config.config import Config
-from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
+from cocodiff.exchange.codec import CODED, WHOLE, AllRanks, CallKind, Codec, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels.residual import NOTES, Onward, Reconstructions
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 TENSORS = ("q", "k", "v", OUTPUT)  # the tensors of a call, in the order of their notes
 NEEDED = 1  # index of the note that is the maximum over ranks, not the sum: the room that streams need
 NEWEST = 3  # number of noise levels that a continuation needs
+HEAD = 128  # head dim for which codes of steps are compared
 NOTED_CALLS = 64  # calls whose notes share one tensor; a first step does not know the number of calls
 # Takes the summed notes of one call, a row for each of TENSORS.
 TakeNotes = Callable[[Sequence[Sequence[int]]], None]
@@ -170,20 +172,6 @@ def continuation(levels: Sequence[float]) -> float:
     return min(factor, 2.0) if factor > 0 else 0.0  # NaN is none
 
 
-def values_kept(settings: Any) -> int:
-    """Return the number of values of a tensor that an end keeps: 1 if only the newest is used, else 2."""
-    return 1 if settings.codec == "none" or settings.predictor == "last" else 2
-
-
-class FixedKind(NamedTuple):
-    """A kind of call that every call is made to be, for recordings."""
-
-    anew: bool  # True if it follows no other call
-    fine: bool = False  # True to code with the bits of the last steps
-    displaced: frozenset[str] = frozenset()  # the tensors that are displaced
-    share: float = 1.0  # first part of a lossless stream, as a fraction of the tensor
-
-
 class CallNotes(NamedTuple):
     """The notes of one call."""
 
@@ -321,7 +309,9 @@ class StatefulCodec(Codec):
     """A codec that keeps a state of every layer. A single rank codes nothing."""
 
     keeps_state = True
-    fixed_kind: FixedKind | None = None  # the kind that every call is made to be, in recordings
+    fixed_kind: CallKind | None = None  # the kind that every call is made to be, in recordings
+    agrees = True
+    steps_to_settle = 2  # in these there is no linear prediction, no comparison with it, and nothing in flight
     step_notes: type[StepNotes] = CodedStep
     _report: defaultdict[int, Any]
 
@@ -332,7 +322,9 @@ class StatefulCodec(Codec):
             everyone: the ranks that share the sequence, which decide together.
         """
         super().__init__(settings, exchange)
-        self.kept, self._report = values_kept(settings), defaultdict(self.step_notes)
+        self._report = defaultdict(self.step_notes)
+        # values of a tensor that an end keeps: the newest, and the one before if predictions use it
+        self.kept = 1 if settings.predictor == "last" else 2
         self.notes = None if exchange is None or everyone is None else SharedNotes(everyone, exchange.trace)
         self._layers: dict[LayerKey, LayerState] = {}
         self._first: dict[str, None] = {}  # a set: the layers of this run that are coded
@@ -403,6 +395,33 @@ class StatefulCodec(Codec):
     def bytes_held(self) -> int:
         return sum(state.bytes_held() for state in self._layers.values())
 
+    # For plans and recordings -----------------------------------------------------------------------------------------
+
+    def kinds_of_steps(
+        self, steps: int, stable: float, displaced: Sequence[Mapping[str, float]]
+    ) -> list[dict[CallKind, float]]:
+        """Return the kinds of every step's calls: the first step is whole, the last ones are fine and wait for all."""
+        fine = CallKind(fine=True)
+        finer = fine if self.sent_bytes(HEAD, 2, fine) != self.sent_bytes(HEAD, 2) else CODED
+        found = [{WHOLE: 1.0}, *[{finer: 1.0}] * (steps - 1)]
+        for step in range(1, steps - self.settings.fine_steps):
+            found[step] = {CallKind(displaced=names): part for names, part in displaced[step].items()}
+        return found
+
+    def state_bytes(
+        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
+    ) -> list[Mapping[str, int]]:
+        """Return the bytes that a layer keeps, exactly: the reconstructions of both ends."""
+        cells = [L * sum(layout.heads) + sum(layout.rows) * G for L, G in zip(layout.rows, layout.heads, strict=True)]
+        return [{"reconstructions": len(TENSORS) * self.kept * batch * head_dim * itemsize * count} for count in cells]
+
+    def hold_at(self, kind: CallKind) -> None:
+        self.fixed_kind = kind
+
+    def agree(self) -> None:
+        if self.notes is not None:
+            self.notes.hand_out()
+
 
 class StatefulCall(Transfer):
     """An attention call of a codec that keeps a state of its layer."""
@@ -427,6 +446,6 @@ class StatefulCall(Transfer):
         self._notes = codec.notes
         self._notes.hand_out()
         self.state.begin(
-            like_BLHD, self.layout, codec.step_info, codec.fixed_kind is not None and codec.fixed_kind.anew
+            like_BLHD, self.layout, codec.step_info, codec.fixed_kind is not None and codec.fixed_kind.whole
         )
         self.number = self.state.follows

@@ -29,6 +29,18 @@ class StepInfo(NamedTuple):
     sigma: float | None = None
 
 
+class CallKind(NamedTuple):
+    """A kind of attention calls that cost the same."""
+
+    whole: bool = False  # True for a run's first calls, without a prediction: tensors whole, or coded in most bits
+    stable: float = 0.0  # the fraction of tokens that are not sent
+    fine: bool = False  # True with the bits of the last steps
+    displaced: str = ""  # names of the tensors that no call waits for, as "qkv"
+
+
+WHOLE, CODED = CallKind(whole=True), CallKind()
+
+
 class AllRanks(NamedTuple):
     """The ranks that share a sequence: those of one Ulysses group or, with a ring, of several."""
 
@@ -67,6 +79,8 @@ class Codec:
     # True if memory is held between calls. Then a run is checked for memory before it starts. A mesh then has no ring
     # if there are enough heads, because a ring's messages are not coded.
     keeps_state = False
+    agrees = False  # True if ranks gather decisions in each coded call of the model, which waits for them
+    steps_to_settle = 0  # coded calls after a whole one until all further calls cost the same
     step_info = StepInfo(-1, 0, None)  # position of the model's current call
 
     def __init__(
@@ -121,3 +135,53 @@ class Codec:
     def forget_report(self) -> None:
         """Empty the report."""
         self._report.clear()
+
+    # For plans and recordings. A plan asks a codec without an exchange. -----------------------------------------------
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        """Return the bytes on the wire of one token for one head, of each of q, k, v and the output."""
+        return head_dim * itemsize
+
+    def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """Return the number of rows that every rank of a group sends, of each of q, k and v."""
+        return layout.rows
+
+    def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """Return the bytes that every rank of a group additionally sends each other rank in a call, for one batch
+        row."""
+        return [0.0] * topology.size
+
+    def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
+        """Return the launches, gathers of all ranks, and waits of the host for the device, before v is sent.
+
+        Args:
+            tiles: number of tiles of a card.
+        """
+        return 0, 0, 0
+
+    def kinds_of_steps(
+        self, steps: int, stable: float, displaced: Sequence[Mapping[str, float]]
+    ) -> list[dict[CallKind, float]]:
+        """Return, for every step, the kinds of its calls with the fraction of the calls that each has.
+
+        Args:
+            stable: fraction of the tokens that V-Major does not send, if a threshold decides.
+            displaced: for every step, the names of tensors that are displaced together, with their fraction of calls.
+        """
+        return [{WHOLE: 1.0}] * steps
+
+    def state_bytes(
+        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
+    ) -> list[Mapping[str, int]]:
+        """Return the bytes that one layer keeps on every rank of a group of several, including what is in flight
+        between its calls. Keys are fields of `RankMemory`."""
+        return [{}] * topology.size
+
+    def hold_at(self, kind: CallKind) -> None:
+        """Make every call one of this kind, as far as possible. A call that follows no other is always whole."""
+
+    def agree(self) -> None:
+        """Wait for the decisions that `begin_step` has ranks gather. The next call would wait for them anyway."""
+
+    def catch_up(self) -> None:
+        """Receive what calls have sent and did not wait for."""

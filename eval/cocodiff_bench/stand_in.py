@@ -21,10 +21,9 @@ from cocodiff.comm.trace import Span, Trace
 from cocodiff.config.machine import Device
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.weights import SplitWeights
-from cocodiff.exchange.codec import StepInfo
+from cocodiff.exchange.codec import CallKind, StepInfo
 from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planner.case import Case
-from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.layers import SITES, PlannedLayer
 from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import bytes_of, operation_s, seconds
@@ -99,8 +98,7 @@ class StandIn:
         over: Any = SerialTransport(transport) if case.one_peer else transport
         kernels = WaitingKernels(clock, case.config.kernels, self._trace.note_kernel)
         self._strategy = build_strategy(case.config, case.mesh, over, self._trace, kernels, RooflineAttention(clock))
-        self.codec, self.costs = self._strategy.codec, costs_of(case.config)
-        self._step, self._steps = -1, case.steps
+        self.codec, self._step, self._steps = self._strategy.codec, -1, case.steps
         split = case.config.split
         self.shares = split is not None
         # Spans whose names begin so are waits in which nothing is hidden.
@@ -112,10 +110,10 @@ class StandIn:
     def begin(self, kind: CallKind) -> None:
         """Begin the next step, with calls of this kind. Return when the ranks have agreed on what all its layers
         share."""
-        self.costs.hold_at(self.codec, kind)
+        self.codec.hold_at(kind)
         self._step += 1
         self.codec.begin_step(StepInfo(0, self._step, self._steps))
-        self.costs.agree(self.codec)
+        self.codec.agree()
 
     def run(self, layers: int) -> None:
         """Run some layers of a step."""
@@ -134,7 +132,7 @@ class StandIn:
         """Set the layer, and run without waits the step that starts a run and those that differ from the later ones."""
         self.layer = layer
         self._clock.dilation = 0.0
-        leading = 0 if kind.whole else self.costs.steps_to_settle
+        leading = 0 if kind.whole else self.codec.steps_to_settle
         for _ in range(1 + leading if leading else 0):
             self.begin(kind._replace(displaced=""))
             self.run(SITES if kind.displaced else 1)
@@ -151,7 +149,7 @@ class StandIn:
             self.run(SITES)
         self.last_s.append((time.perf_counter() - started) / SITES)
         self.record = self._trace.record()
-        self.costs.catch_up(self.codec)
+        self.codec.catch_up()
 
     def run_shared(self, kind: CallKind) -> None:
         """Run two calls of a model with several layers whose weights ranks share, and time the second."""

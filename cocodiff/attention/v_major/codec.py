@@ -14,6 +14,7 @@ phases, so this module runs them itself.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -28,18 +29,26 @@ from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Se
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.exchange.codec import AllRanks, StepInfo, StepNotes
+from cocodiff.exchange.codec import WHOLE, AllRanks, CallKind, StepInfo, StepNotes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer, arriving_whole
 from cocodiff.kernels import Rows
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
+
+# Launches that choose rows, by `scoring` and `reference`: kernels, a copy to the host, one of the rank's own part
+# of what is gathered (tests/attention/test_launches.py counts them).
+LAUNCHES_TO_CHOOSE = {("source", "prev"): 6, ("source", "sent"): 6, ("card", "prev"): 8, ("card", "sent"): 9}
 
 
 class VMajor(StatefulCodec):
     """The codec that sends active tokens only. On one rank nothing is sent, and nothing is selected."""
+
+    agrees = False
+    steps_to_settle = 0
 
     def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: AllRanks | None = None) -> None:
         """Create the codec.
@@ -93,6 +102,74 @@ class VMajor(StatefulCodec):
             arguments = self._exchange.topology, layout, batch, self.columns, device, by_card, self._exchange.rank
             self._cards[key] = Cards.build(*arguments)
         return self._cards[key]
+
+    # For plans and recordings -----------------------------------------------------------------------------------------
+
+    def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """Return the rows that every rank sends. Of the rows that may stay on a card, the stable fraction does, in
+        whole tokens."""
+        if kind.whole:
+            return layout.rows
+        found = [float(rows) for rows in layout.rows]
+        for ranks in topology.cards.values():
+            held = sum(layout.may_stay[rank] for rank in ranks)
+            for rank in ranks:
+                found[rank] -= math.floor(held * kind.stable) * layout.may_stay[rank] / max(1, held)
+        return found
+
+    def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """Return the bytes that every rank additionally sends: scores of its rows, and with a threshold their norms.
+
+        With scoring by card the first tile sends its choice, a byte for each of the card's rows.
+        """
+        if kind.whole:
+            return super().gathered(topology, layout, kind)
+        if self.settings.scoring == "source":
+            return [4.0 * (1 + (self.settings.schedule == "threshold")) * rows for rows in layout.may_stay]
+        of_cards = [topology.cards[place.card] for place in topology.places]
+        return [
+            float(sum(layout.may_stay[one] for one in ranks) * (min(ranks) == rank))
+            for rank, ranks in enumerate(of_cards)
+        ]
+
+    def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
+        counted = tiles == 1 and self.settings.schedule != "threshold"  # see `Selection.build`
+        launches = LAUNCHES_TO_CHOOSE[self.settings.scoring, self.settings.reference]
+        return (0, 0, 0) if kind.whole else (launches, 1, 0 if counted else 1)
+
+    def kinds_of_steps(
+        self, steps: int, stable: float, displaced: Sequence[Mapping[str, float]]
+    ) -> list[dict[CallKind, float]]:
+        found: list[dict[CallKind, float]] = []
+        for step in range(steps):
+            part = self.schedule.stable_fraction(step, steps)
+            selective = CallKind(stable=stable if part is None else part)
+            found.append({WHOLE if self.schedule.is_full(step, steps) else selective: 1.0})
+        return found
+
+    def state_bytes(
+        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
+    ) -> list[Mapping[str, int]]:
+        """Return the bytes that a layer keeps, exactly.
+
+        Received: all tokens for the rank's own heads. Reference: v at the scored rows. With scoring by source these are
+        the rank's image tokens with all heads; by card, on the card's first tile, the card's image tokens with the
+        heads of that tile's plane.
+        """
+        found, cell, image = list[Mapping[str, int]](), batch * head_dim * itemsize, sum(layout.may_stay)
+        for rank, heads in enumerate(layout.heads):
+            rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
+            if self.settings.scoring == "card":
+                card, of_plane = scored_blocks(topology, rank)
+                rows = sum(layout.may_stay[other] for other in card) if card[0] == rank else 0
+                scored_heads = sum(layout.heads[other] for other in of_plane)
+            kept = {"image_cache": 3 * image * heads, "reference_cache": rows * scored_heads}
+            kept["text_cache"] = 3 * (sum(layout.rows) - image) * heads
+            found.append({name: cells * cell for name, cells in kept.items()})
+        return found
+
+    def hold_at(self, kind: CallKind) -> None:
+        self.schedule = self.schedule.held_at(None if kind.whole else kind.stable)
 
 
 # One call, for both kinds of scoring ----------------------------------------------------------------------------------
