@@ -20,10 +20,9 @@ from cocodiff.attention.stateful import TENSORS, CallNotes, LayerState, Stateful
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.config.config import Config
 from cocodiff.config.registry import CODECS, load
-from cocodiff.exchange.codec import CODED, AllRanks, CallKind, Codec, StepInfo
+from cocodiff.exchange.codec import CODED, AllRanks, CallKind, Codec, StateBytes, StepInfo
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
-from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
@@ -31,71 +30,6 @@ SAMPLING = 16  # one of this number of rows is measured, for tensors that are se
 # An operand that is the last value costs as much as a continuation of a tensor that changes more by this factor.
 LAG = 1.5
 LATE = "late"  # purpose that the bytes of displaced tensors are also counted for in the trace
-
-
-class Displaced(StatefulCodec):
-    """A codec that lets calls continue without some of what another codec sends."""
-
-    def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: AllRanks | None = None) -> None:
-        """Wrap the codec of the setting `codec`, and share its state of layers."""
-        super().__init__(settings, exchange, everyone)
-        inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
-        self.inner: Codec = inner(settings, exchange, everyone)
-        if isinstance(self.inner, StatefulCodec):
-            self.notes, self._report, self._layers = self.inner.notes, self.inner._report, self.inner._layers
-        self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
-        self.agrees = self.measures or self.inner.agrees
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        return DisplacedCall(self, exchange, layout, layer_key)
-
-    def note_whole(self) -> None:
-        super().note_whole()
-        self.noted_step.displace()
-
-    def begin_step(self, step_info: StepInfo) -> None:
-        super().begin_step(step_info)
-        self.inner.begin_step(step_info)
-
-    def displaced(self, state: LayerState, inner: EncodedCall) -> frozenset[str]:
-        """Return the tensors that this call does not wait for."""
-        if not state.follows or self.fine:
-            return frozenset()
-        if self.fixed_kind is not None:
-            return frozenset(self.fixed_kind.displaced)
-        if not self.measures:
-            return frozenset(TENSORS)
-        limit = self.settings.tau / state.pace
-        if not inner.continues:
-            limit /= LAG
-        return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)
-
-    # For plans and recordings -----------------------------------------------------------------------------------------
-
-    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
-        return self.inner.sent_bytes(head_dim, itemsize, kind)
-
-    def state_bytes(
-        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
-    ) -> list[Mapping[str, int]]:
-        """Return the bytes that a layer keeps, exactly: what the inner codec keeps, or without one the tensors that
-        the last call received and the sampled rows; and what is in flight.
-
-        In flight, in the width of the wire, are a call's sent tensors until they have left, and received ones until the
-        next call takes them.
-        """
-        found, S, H = list[Mapping[str, int]](), sum(layout.rows), sum(layout.heads)
-        cell, width = batch * head_dim * itemsize, batch * self.sent_bytes(head_dim, itemsize)
-        inner = self.inner.state_bytes(topology, layout, batch, head_dim, itemsize)
-        for of_inner, L, G in zip(inner, layout.rows, layout.heads, strict=True):
-            sampled = 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G if self.measures else 0
-            kept = {"reconstructions": (3 * S * G + L * H + sampled) * cell, **of_inner}
-            found.append({**kept, "in_flight": len(TENSORS) * width * (L * H + S * G)})
-        return found
-
-    def hold_at(self, kind: CallKind) -> None:
-        super().hold_at(kind)
-        self.inner.hold_at(kind)
 
 
 class DisplacedCall(StatefulCall):
@@ -107,9 +41,8 @@ class DisplacedCall(StatefulCall):
 
     _codec: Displaced
     displaced: frozenset[str]  # tensors that are replaced by operands; set by `begin`
-    measured: CallNotes | None = (
-        None  # notes of the measured changes; None if the inner codec measures, or nothing does
-    )
+    # notes of the measured changes; None if the inner codec measures, or nothing does
+    measured: CallNotes | None = None
 
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
@@ -125,7 +58,7 @@ class DisplacedCall(StatefulCall):
         inner.displace(self.displaced)
         state.catch_up()
         if codec.measures and not inner.measures and state.follows:
-            self.measured = self._notes.of_call(like_BLHD.device, state.take_notes)
+            self.measured = codec.notes.of_call(like_BLHD.device, state.take_notes)
         if not isinstance(inner, StatefulCall):  # a `StatefulCall` counts its calls itself
             codec.noted_step.add()
         codec.noted_step.displace(self.displaced, inner.share)
@@ -208,3 +141,65 @@ class DisplacedCall(StatefulCall):
             outgoing.decode(received)
 
         self.state.late.append(receive)
+
+
+class Displaced(StatefulCodec):
+    """A codec that lets calls continue without some of what another codec sends."""
+
+    transfer = DisplacedCall
+
+    def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: AllRanks | None = None) -> None:
+        """Wrap the codec of the setting `codec`, and share its state of layers."""
+        super().__init__(settings, exchange, everyone)
+        inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
+        self.inner: Codec = inner(settings, exchange, everyone)
+        if isinstance(self.inner, StatefulCodec):
+            self.notes, self._report, self._layers = self.inner.notes, self.inner._report, self.inner._layers
+        self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
+        self.agrees = self.measures or self.inner.agrees
+
+    def note_whole(self) -> None:
+        super().note_whole()
+        self.noted_step.displace()
+
+    def begin_step(self, step_info: StepInfo) -> None:
+        super().begin_step(step_info)
+        self.inner.begin_step(step_info)
+
+    def displaced(self, state: LayerState, inner: EncodedCall) -> frozenset[str]:
+        """Return the tensors that this call does not wait for."""
+        if not state.follows or self.fine:
+            return frozenset()
+        if self.fixed_kind is not None:
+            return frozenset(self.fixed_kind.displaced)
+        if not self.measures:
+            return frozenset(TENSORS)
+        limit = self.settings.tau / state.pace
+        if not inner.continues:
+            limit /= LAG
+        return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)
+
+    # For plans and recordings -----------------------------------------------------------------------------------------
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        return self.inner.sent_bytes(head_dim, itemsize, kind)
+
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
+        """Return the bytes that a layer keeps, exactly: what the inner codec keeps, or without one the tensors that
+        the last call received and the sampled rows; and what is in flight.
+
+        In flight, in the width of the wire, are a call's sent tensors until they have left, and received ones until the
+        next call takes them.
+        """
+        found, S, H = StateBytes(), sum(layout.rows), sum(layout.heads)
+        cell, width = batch * head_dim * itemsize, batch * self.sent_bytes(head_dim, itemsize)
+        inner = self.inner.state_bytes(topology, layout, batch, head_dim, itemsize)
+        for of_inner, L, G in zip(inner, layout.rows, layout.heads, strict=True):
+            sampled = 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G if self.measures else 0
+            kept = {"reconstructions": (3 * S * G + L * H + sampled) * cell, **of_inner}
+            found.append({**kept, "in_flight": len(TENSORS) * width * (L * H + S * G)})
+        return found
+
+    def hold_at(self, kind: CallKind) -> None:
+        super().hold_at(kind)
+        self.inner.hold_at(kind)

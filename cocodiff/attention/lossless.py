@@ -26,10 +26,9 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerState, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
-from cocodiff.exchange.codec import CODED, CallKind
+from cocodiff.exchange.codec import CODED, CallKind, StateBytes
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded
-from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels.device import used_on_current_stream
 from cocodiff.kernels.lossless import CODED as CODED_DTYPES
 from cocodiff.kernels.lossless import PARTS, Known, least_room
@@ -56,42 +55,6 @@ class LosslessStep(CodedStep):
         """Return the counts of several ranks as columns of a profile, with "overflows": exchanges of rests per call."""
         overflows = sum(part.overflows for part in parts) / sum(part.calls for part in parts)
         return super().merged(parts) | {"linear_fraction": None, "overflows": overflows}
-
-
-class Lossless(StatefulCodec):
-    """The codec that sends exact values as streams."""
-
-    step_notes = LosslessStep
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        return LosslessCall(self, exchange, layout, layer_key)
-
-    def room(self, state: LayerState, name: str, head_dim: int) -> int:
-        """Return the bytes for each token and head of the first part of a tensor's streams.
-
-        It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
-        difference.
-        """
-        whole, needed = 2 * head_dim, state.needed.get(name, 0)
-        if self.fixed_kind is not None:
-            room = (TYPICAL_FIRST if self.fixed_kind.whole else TYPICAL) * whole
-        elif state.follows < len(FIRST_ROOMS) or not needed:
-            room = FIRST_ROOMS[min(state.follows, 1)] * whole
-        else:
-            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
-        return max(least_room(head_dim), min(math.ceil(room), whole))
-
-    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
-        """Return the bytes on the wire of a typical run; they depend on the data."""
-        whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
-        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
-
-    def state_bytes(
-        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
-    ) -> list[Mapping[str, int]]:
-        if itemsize != 2:  # elements of this size are not coded
-            return [{}] * topology.size
-        return super().state_bytes(topology, layout, batch, head_dim, itemsize)
 
 
 class SentStream(NamedTuple):
@@ -137,7 +100,7 @@ class LosslessCall(StatefulCall):
             there = state.sent if state.follows else TENSORS
             self.rooms = {name: codec.room(state, name, self._head_dim) for name in TENSORS if name in there}
             self.share = sum(self.rooms.values()) / (len(self.rooms) * 2 * self._head_dim)
-            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
+            self.noted = codec.notes.of_call(like_BLHD.device, state.take_notes)
         self.noted_step.add(bool(self.rooms), self.share)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
@@ -260,6 +223,37 @@ class LosslessCall(StatefulCall):
         """Send and receive rests on the control lane."""
         with self.exchange.trace.span("rests", "control"):
             self.exchange.ranks.world.send_recv(sends, receives).wait()
+
+
+class Lossless(StatefulCodec):
+    """The codec that sends exact values as streams."""
+
+    transfer, step_notes = LosslessCall, LosslessStep
+
+    def room(self, state: LayerState, name: str, head_dim: int) -> int:
+        """Return the bytes for each token and head of the first part of a tensor's streams.
+
+        It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
+        difference.
+        """
+        whole, needed = 2 * head_dim, state.needed.get(name, 0)
+        if self.fixed_kind is not None:
+            room = (TYPICAL_FIRST if self.fixed_kind.whole else TYPICAL) * whole
+        elif state.follows < len(FIRST_ROOMS) or not needed:
+            room = FIRST_ROOMS[min(state.follows, 1)] * whole
+        else:
+            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
+        return max(least_room(head_dim), min(math.ceil(room), whole))
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        """Return the bytes on the wire of a typical run; they depend on the data."""
+        whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
+        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
+
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
+        if itemsize != 2:  # elements of this size are not coded
+            return [{}] * topology.size
+        return super().state_bytes(topology, layout, batch, head_dim, itemsize)
 
 
 def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:

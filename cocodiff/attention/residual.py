@@ -15,14 +15,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, End, LayerState, StatefulCall, StatefulCodec
-from cocodiff.attention.strategy import LayerKey
+from cocodiff.attention.stateful import TENSORS, End, StatefulCall, StatefulCodec
 from cocodiff.exchange.codec import CODED, CallKind
-from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import Encoded
-from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
-from cocodiff.topology.layout import Layout
 
 # Bits per channel by setting `codec`; None: tensors are sent as they are.
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}
@@ -31,21 +27,6 @@ FIRST_BITS = 4  # factor of the bits in a first call, which has no prediction; a
 # The operand of a displaced tensor is continued half as far as the prediction that is coded against, because its error
 # is not corrected within the call.
 DAMPING = 0.5
-
-
-class Residual(StatefulCodec):
-    """The codec that sends residuals. It uses the settings codec, predictor, fine_steps and arrival, see `Config`."""
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        return ResidualCall(self, exchange, layout, layer_key)
-
-    def bits(self, state: LayerState) -> int | None:
-        """Return the bits per channel in a layer's call; None if its tensors are sent as they are."""
-        first = not state.follows
-        return None if first and state.failed else bits_of(self.settings.codec, first, self.fine)
-
-    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
-        return width_of(head_dim, itemsize, bits_of(self.settings.codec, kind.whole, kind.fine))
 
 
 class ResidualCall(StatefulCall):
@@ -61,21 +42,18 @@ class ResidualCall(StatefulCall):
         super().begin(like_BLHD)
         self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
         codec, state, settings = self._codec, self.state, self._codec.settings
-        self.bits = codec.bits(state)
+        first = not state.follows
+        self.bits = None if first and state.failed else bits_of(settings.codec, first, codec.fine)
         if self.bits is not None:
             self.continues = state.factor > 0 and settings.predictor == "taylor"
             measure = settings.arrival == "adaptive" and state.follows > 0  # in the pass that encodes
             self.how = Prediction(state.factor, self.continues, measure)
             self.share = (self.bits + 8 / GROUP) / 16  # relative to 16-bit numbers in heads of whole groups
-            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
+            self.noted = codec.notes.of_call(like_BLHD.device, state.take_notes)
         codec.noted_step.add(self.bits is not None, self.share, len(TENSORS) * self.continues)
 
-    def width(self, x_BLHD: Tensor) -> int:
-        """Return the bytes of one head of one token in messages."""
-        return width_of(x_BLHD.shape[-1], x_BLHD.element_size(), self.bits)
-
     def cell_bytes(self, x_BLHD: Tensor) -> int:
-        return len(x_BLHD) * self.width(x_BLHD)
+        return len(x_BLHD) * width_of(x_BLHD.shape[-1], x_BLHD.element_size(), self.bits)
 
     # Displaced calls, see `DisplacedCall` -----------------------------------------------------------------------------
 
@@ -116,7 +94,7 @@ class ResidualCall(StatefulCall):
             ends[name].written(self.number)[:, rows] = x_BTHD
             return x_BTHD
         assert self.noted is not None, "a coded call has notes"
-        code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self.width(x_BTHD), dtype=torch.uint8)
+        code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], coded_width(self._head_dim, self.bits), dtype=torch.uint8)
         known = ends[name].known(self.number, rows)
         with self._span("encode", name):
             self.kernels.encode_residual(x_BTHD, known, self.how, self.bits, code_BTHW, self.noted.of(name))
@@ -150,6 +128,15 @@ class ResidualCall(StatefulCall):
             factor = self.how.factor if self.continues else None
             self.kernels.decode_residual(code_BTGW, known, factor, self.bits, onward)
         return ends[name].written(self.number)
+
+
+class Residual(StatefulCodec):
+    """The codec that sends residuals. It uses the settings codec, predictor, fine_steps and arrival, see `Config`."""
+
+    transfer = ResidualCall
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        return width_of(head_dim, itemsize, bits_of(self.settings.codec, kind.whole, kind.fine))
 
 
 def width_of(head_dim: int, itemsize: int, bits: int | None) -> int:

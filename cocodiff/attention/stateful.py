@@ -8,7 +8,7 @@ ranks (see `kernels.residual`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,18 @@ from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.config.config import Config
-from cocodiff.exchange.codec import CODED, WHOLE, AllRanks, CallKind, Codec, StepInfo, StepNotes
+from cocodiff.exchange.codec import (
+    CODED,
+    WHOLE,
+    AllRanks,
+    CallKind,
+    Codec,
+    StateBytes,
+    StepInfo,
+    StepKinds,
+    StepNotes,
+    TensorSets,
+)
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT
 from cocodiff.exchange.transfer import Transfer
@@ -190,8 +201,8 @@ class SharedNotes:
     That happens in the background, while the next call of the model computes up to its first attention.
     """
 
-    def __init__(self, everyone: AllRanks, trace: Trace) -> None:
-        self._everyone, self._trace = everyone, trace
+    def __init__(self, everyone: AllRanks | None, trace: Trace) -> None:
+        self._everyone, self._trace = everyone, trace  # None for one rank, which notes nothing
         self._step_info: StepInfo | None = None  # the call of the model that the notes are of
         self._noted: list[CallNotes] = []
         self._blocks: list[Tensor] = []  # their memory, for NOTED_SITES calls each
@@ -214,10 +225,10 @@ class SharedNotes:
             return
         self._step_info = step_info
         self.hand_out()
-        if self._noted:
+        if self._noted and self._everyone is not None:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
             own = whole[: len(self._noted) * len(TENSORS)]
-            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own)
+            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, self._everyone, own)
             self._noted, self._blocks = [], []
 
     def hand_out(self) -> None:
@@ -234,9 +245,9 @@ class SharedNotes:
         """Drop all notes."""
         self._noted, self._blocks, self._deciding = [], [], None
 
-    def _sum(self, own: Tensor) -> list[Any] | None:
+    def _sum(self, everyone: AllRanks, own: Tensor) -> list[Any] | None:
         """Gather every rank's notes and combine them. Return None for meta tensors, which predictions have."""
-        topology, ranks = self._everyone
+        topology, ranks = everyone
         with self._trace.span("gather notes", "control"):
             parts = [torch.empty_like(own) for _ in range(ranks.size)]
             ranks.world.all_gather(own, parts).wait()
@@ -325,7 +336,7 @@ class StatefulCodec(Codec):
         self._report = defaultdict(self.step_notes)
         # values of a tensor that an end keeps: the newest, and the one before if predictions use it
         self.kept = 1 if settings.predictor == "last" else 2
-        self.notes = None if exchange is None or everyone is None else SharedNotes(everyone, exchange.trace)
+        self.notes = SharedNotes(everyone, Trace() if exchange is None else exchange.trace)
         self._layers: dict[LayerKey, LayerState] = {}
         self._first: dict[str, None] = {}  # a set: the layers of this run that are coded
 
@@ -333,7 +344,10 @@ class StatefulCodec(Codec):
         if self.codes(layer_key.layer):
             return self.call(exchange, layout, layer_key)
         self.note_whole()
-        return super().open(exchange, layout, layer_key)
+        return Transfer(exchange, layout, layer_key.kind)
+
+    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
+        return self.transfer(self, exchange, layout, layer_key)
 
     def codes(self, layer: str) -> bool:
         """Return True if a layer is one of the first `state_layers` layers, which are coded.
@@ -355,9 +369,8 @@ class StatefulCodec(Codec):
         """True at the last steps, whose errors no later step corrects."""
         if self.fixed_kind is not None:
             return self.fixed_kind.fine
-        return (
-            self.step_info.steps is not None and self.step_info.step >= self.step_info.steps - self.settings.fine_steps
-        )
+        _, step, steps, _ = self.step_info
+        return steps is not None and step >= steps - self.settings.fine_steps
 
     @property
     def noted_step(self) -> Any:
@@ -371,8 +384,7 @@ class StatefulCodec(Codec):
     def begin_step(self, step_info: StepInfo) -> None:
         """Begin a call of the model, and start combining all ranks' notes of the last one."""
         super().begin_step(step_info)
-        if self.notes is not None:
-            self.notes.begin_step(step_info)
+        self.notes.begin_step(step_info)
 
     def catch_up(self) -> None:
         """Receive what the last calls of all layers did not wait for."""
@@ -384,11 +396,10 @@ class StatefulCodec(Codec):
             self._layers.pop(layer_key).catch_up()
 
     def end(self, drain: bool = True) -> None:
-        if self.notes is not None:
-            if drain:
-                self.notes.hand_out()
-                self.catch_up()
-            self.notes.clear()
+        if drain:
+            self.notes.hand_out()
+            self.catch_up()
+        self.notes.clear()
         self._layers.clear()
         self._first.clear()
 
@@ -397,9 +408,7 @@ class StatefulCodec(Codec):
 
     # For plans and recordings -----------------------------------------------------------------------------------------
 
-    def kinds_of_steps(
-        self, steps: int, stable: float, displaced: Sequence[Mapping[str, float]]
-    ) -> list[dict[CallKind, float]]:
+    def kinds_of_steps(self, steps: int, stable: float, displaced: TensorSets) -> StepKinds:
         """Return the kinds of every step's calls: the first step is whole, the last ones are fine and wait for all."""
         fine = CallKind(fine=True)
         finer = fine if self.sent_bytes(HEAD, 2, fine) != self.sent_bytes(HEAD, 2) else CODED
@@ -408,9 +417,7 @@ class StatefulCodec(Codec):
             found[step] = {CallKind(displaced=names): part for names, part in displaced[step].items()}
         return found
 
-    def state_bytes(
-        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
-    ) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
         """Return the bytes that a layer keeps, exactly: the reconstructions of both ends."""
         cells = [L * sum(layout.heads) + sum(layout.rows) * G for L, G in zip(layout.rows, layout.heads, strict=True)]
         return [{"reconstructions": len(TENSORS) * self.kept * batch * head_dim * itemsize * count} for count in cells]
@@ -419,8 +426,7 @@ class StatefulCodec(Codec):
         self.fixed_kind = kind
 
     def agree(self) -> None:
-        if self.notes is not None:
-            self.notes.hand_out()
+        self.notes.hand_out()
 
 
 class StatefulCall(Transfer):
@@ -442,9 +448,7 @@ class StatefulCall(Transfer):
     def begin(self, like_BLHD: Tensor) -> None:
         """Take the notes of earlier calls, and decide whether this call follows the last one."""
         codec = self._codec
-        assert codec.notes is not None, "one rank alone codes nothing"
-        self._notes = codec.notes
-        self._notes.hand_out()
+        codec.notes.hand_out()
         self.state.begin(
             like_BLHD, self.layout, codec.step_info, codec.fixed_kind is not None and codec.fixed_kind.whole
         )

@@ -7,7 +7,7 @@ the receiver waits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cocodiff.comm.transport import Transport
@@ -39,6 +39,9 @@ class CallKind(NamedTuple):
 
 
 WHOLE, CODED = CallKind(whole=True), CallKind()
+StepKinds = list[dict[CallKind, float]]  # for every step, the kinds of its calls with their fraction of the calls
+TensorSets = Sequence[Mapping[str, float]]  # for every step, tensors that are displaced together, as "qkv", likewise
+StateBytes = list[Mapping[str, int]]  # for every rank of a group, bytes by field of `RankMemory`
 
 
 class AllRanks(NamedTuple):
@@ -80,6 +83,7 @@ class Codec:
     # if there are enough heads, because a ring's messages are not coded.
     keeps_state = False
     agrees = False  # True if ranks gather decisions in each coded call of the model, which waits for them
+    transfer: Callable[..., Transfer] = Transfer  # class of the transfers of layers that are coded
     steps_to_settle = 0  # coded calls after a whole one until all further calls cost the same
     step_info = StepInfo(-1, 0, None)  # position of the model's current call
 
@@ -106,7 +110,7 @@ class Codec:
 
     def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
         """Return the transfer of one attention call whose layer is coded."""
-        return Transfer(exchange, layout, layer_key.kind)
+        return self.transfer(exchange, layout, layer_key.kind)
 
     def begin_step(self, step_info: StepInfo) -> None:
         """Begin a call of the model: of another run, another step, or another guidance branch of the same step."""
@@ -159,22 +163,18 @@ class Codec:
         """
         return 0, 0, 0
 
-    def kinds_of_steps(
-        self, steps: int, stable: float, displaced: Sequence[Mapping[str, float]]
-    ) -> list[dict[CallKind, float]]:
-        """Return, for every step, the kinds of its calls with the fraction of the calls that each has.
+    def kinds_of_steps(self, steps: int, stable: float, displaced: TensorSets) -> StepKinds:
+        """Return the kinds of every step's calls.
 
         Args:
             stable: fraction of the tokens that V-Major does not send, if a threshold decides.
-            displaced: for every step, the names of tensors that are displaced together, with their fraction of calls.
+            displaced: tensors that are displaced in steps that may do so.
         """
         return [{WHOLE: 1.0}] * steps
 
-    def state_bytes(
-        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
-    ) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
         """Return the bytes that one layer keeps on every rank of a group of several, including what is in flight
-        between its calls. Keys are fields of `RankMemory`."""
+        between its calls."""
         return [{}] * topology.size
 
     def hold_at(self, kind: CallKind) -> None:

@@ -88,11 +88,6 @@ class BlockSet:
         return {block: [next(parts) for _ in self.widths] for block in message}
 
 
-def whole_cell(tensors_BLHD: Iterable[Tensor]) -> int:
-    """Return the bytes of one token and head of tensors as they are, all tensors together."""
-    return sum([len(x) * x.shape[-1] * x.element_size() for x in tensors_BLHD])
-
-
 class Target:
     """The tensors that an exchange fills."""
 
@@ -130,7 +125,7 @@ def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> 
 
 
 class RankContext:
-    """What all messages of one rank share: its place, what packs and unpacks, and what counts bytes."""
+    """The rank, topology, kernels and trace that all messages of one rank use."""
 
     def __init__(self, rank: int, topology: Topology, kernels: Kernels, trace: Trace) -> None:
         self.rank, self.topology, self.kernels, self.trace = rank, topology, kernels, trace

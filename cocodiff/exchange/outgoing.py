@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.exchange.messages import Blocks, BlockSet, Payload, RankContext, Target, blocks_of, whole_cell
+from cocodiff.exchange.messages import Blocks, BlockSet, Payload, RankContext, Target, blocks_of
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
 
@@ -83,7 +83,6 @@ class EncodedCall:
 
     share = 1.0  # bytes of an encoded tensor as a fraction of the tensor's
     measures = False  # True if encoding measures by how much tensors change
-    noted: Any = None  # the notes that encoding writes; None if it writes none
     continues = False  # True if `operand` extrapolates from the last values of a tensor
 
     def displace(self, names: frozenset[str]) -> None:
@@ -119,7 +118,8 @@ class Outgoing:
         self.names, self._tensors = tuple(tensors), tensors
         self.label = " ".join(filter(None, (purpose, "".join(tensors))))  # name of spans in the trace
         self.layout: Layout = call.layout  # of the payloads, once tensors were encoded
-        self._whole = self.layout, whole_cell(tensors.values())
+        # the bytes of one token and head as they are, all tensors together
+        self._whole = self.layout, sum(len(x) * x.shape[-1] * x.element_size() for x in tensors.values())
         self._encoded: Encoded | None = None
         self._in_turn = False  # True if blocks are encoded separately and lie one after the other
         self.way = "back" if OUTPUT in tensors else "forward"

@@ -27,7 +27,7 @@ from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.registry import ORDERS, load
 from cocodiff.engine.assemble import chunking, exchange_table
-from cocodiff.exchange.codec import WHOLE, CallKind
+from cocodiff.exchange.codec import WHOLE, CallKind, StepKinds
 from cocodiff.planner.case import Case, coded_layers
 from cocodiff.planner.decisions import decisions_of, without_seldom
 from cocodiff.planner.memory import weights_waited_s
@@ -66,7 +66,7 @@ def kinds_of(case: Case) -> list[Kind]:
     return [kind for kind in found if kind.layers]
 
 
-def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
+def kinds_of_steps(case: Case) -> StepKinds:
     """Return `Codec.kinds_of_steps` of a case's codec; on a single rank all calls are whole.
 
     With `arrival: adaptive` the displaced tensors are those of a recorded run, with `displaced` they are all tensors.

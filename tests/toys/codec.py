@@ -8,14 +8,6 @@ from cocodiff.exchange.outgoing import Encoded
 from cocodiff.exchange.transfer import Transfer
 
 
-class Half(Codec):
-    def call(self, exchange, layout, layer_key):
-        return HalfCall(exchange, layout, layer_key.kind)
-
-    def sent_bytes(self, head_dim, itemsize, kind=CODED):
-        return 2 * head_dim
-
-
 class HalfCall(Transfer):
     dtype: torch.dtype
 
@@ -30,9 +22,8 @@ class HalfCall(Transfer):
         return [x.to(self.dtype) for x in received.values()]
 
 
-class Change(StatefulCodec):
-    def call(self, exchange, layout, layer_key):
-        return ChangeCall(self, exchange, layout, layer_key)
+class Half(Codec):
+    transfer = HalfCall
 
     def sent_bytes(self, head_dim, itemsize, kind=CODED):
         return 2 * head_dim
@@ -68,3 +59,10 @@ class ChangeCall(StatefulCall):
             found.append(self.kept(self.state.received, name, x_BSGD, x_BSGD.shape[1]))
             found[-1][:, rows] += x_BSGD[:, rows]
         return found
+
+
+class Change(StatefulCodec):
+    transfer = ChangeCall
+
+    def sent_bytes(self, head_dim, itemsize, kind=CODED):
+        return 2 * head_dim

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.stateful import StatefulCall, StatefulCodec
-from cocodiff.attention.strategy import LayerKey
 from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.exchange.codec import WHOLE, AllRanks, CallKind, StepInfo, StepNotes
+from cocodiff.exchange.codec import WHOLE, AllRanks, CallKind, StateBytes, StepInfo, StepKinds, StepNotes, TensorSets
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, Outgoing, TensorFuture
@@ -64,11 +63,8 @@ class VMajor(StatefulCodec):
         super().__init__(settings, exchange, everyone)
         self.schedule, self.reference = Schedule.of(settings), settings.reference
         self.drift = DriftNotes()
-        self._call: type[SelectiveCall] = SourceCall if settings.scoring == "source" else CardCall
+        self.transfer = SourceCall if settings.scoring == "source" else CardCall
         self._cards: dict[tuple[Layout, int, torch.device], Cards] = {}
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        return self._call(self, exchange, layout, layer_key)
 
     def begin_step(self, step_info: StepInfo) -> None:
         if step_info.steps is None and self._exchange is not None:
@@ -97,7 +93,7 @@ class VMajor(StatefulCodec):
     def cards(self, layout: Layout, batch: int, device: torch.device) -> Cards:
         """Return the tokens of every card that may stay, computed once for each layout, batch size and device."""
         assert self._exchange is not None, "one rank alone selects nothing"
-        key, by_card = (layout, batch, device), self._call is CardCall
+        key, by_card = (layout, batch, device), self.transfer is CardCall
         if key not in self._cards:
             arguments = self._exchange.topology, layout, batch, self.columns, device, by_card, self._exchange.rank
             self._cards[key] = Cards.build(*arguments)
@@ -137,26 +133,22 @@ class VMajor(StatefulCodec):
         launches = LAUNCHES_TO_CHOOSE[self.settings.scoring, self.settings.reference]
         return (0, 0, 0) if kind.whole else (launches, 1, 0 if counted else 1)
 
-    def kinds_of_steps(
-        self, steps: int, stable: float, displaced: Sequence[Mapping[str, float]]
-    ) -> list[dict[CallKind, float]]:
-        found: list[dict[CallKind, float]] = []
+    def kinds_of_steps(self, steps: int, stable: float, displaced: TensorSets) -> StepKinds:
+        found = StepKinds()
         for step in range(steps):
             part = self.schedule.stable_fraction(step, steps)
             selective = CallKind(stable=stable if part is None else part)
             found.append({WHOLE if self.schedule.is_full(step, steps) else selective: 1.0})
         return found
 
-    def state_bytes(
-        self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int
-    ) -> list[Mapping[str, int]]:
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
         """Return the bytes that a layer keeps, exactly.
 
         Received: all tokens for the rank's own heads. Reference: v at the scored rows. With scoring by source these are
         the rank's image tokens with all heads; by card, on the card's first tile, the card's image tokens with the
         heads of that tile's plane.
         """
-        found, cell, image = list[Mapping[str, int]](), batch * head_dim * itemsize, sum(layout.may_stay)
+        found, cell, image = StateBytes(), batch * head_dim * itemsize, sum(layout.may_stay)
         for rank, heads in enumerate(layout.heads):
             rows, scored_heads = layout.may_stay[rank], sum(layout.heads)
             if self.settings.scoring == "card":
@@ -274,17 +266,14 @@ class SourceCall(SelectiveCall):
     chosen: LaneFuture[Selection] | None = None
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
+        """Start sending tensors. Before v, score this rank's tokens; in a selective call in the background."""
         if "v" in tensors_BLHD:
-            self._observe(tensors_BLHD["v"])
+            own_BNHD = tensors_BLHD["v"][:, self.layout.may_stay_slices[self.rank]]
+            if self.full:
+                self.renew_reference(own_BNHD)
+            else:
+                self.chosen = self.exchange.ranks.control.submit(self._choose, own_BNHD)
         return super().post(tensors_BLHD)
-
-    def _observe(self, v_BLHD: Tensor) -> None:
-        """Score this rank's tokens; in a selective call in the background."""
-        own_BNHD = v_BLHD[:, self.layout.may_stay_slices[self.rank]]
-        if self.full:
-            self.renew_reference(own_BNHD)
-        else:
-            self.chosen = self.exchange.ranks.control.submit(self._choose, own_BNHD)
 
     def selection(self) -> Selection:
         assert self.chosen is not None, "v is sent before or together with what depends on it"
