@@ -20,9 +20,10 @@ from cocodiff.attention.stateful import TENSORS, CallNotes, LayerState, Stateful
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.config.config import Config
 from cocodiff.config.registry import CODECS, load
-from cocodiff.exchange.codec import CODED, AllRanks, CallKind, Codec, StateBytes, StepInfo
+from cocodiff.exchange.codec import CODED, AllRanks, CallKind, Codec, StateBytes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, Outgoing, TensorFuture
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
@@ -46,7 +47,11 @@ class DisplacedCall(StatefulCall):
 
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
-        self.inner = codec.inner.call(exchange, layout, layer_key)
+        self.inner: Transfer
+        if isinstance(codec.inner, StatefulCodec):
+            self.inner = codec.inner.transfer(codec, exchange, layout, layer_key)
+        else:
+            self.inner = codec.inner.open(exchange, layout, layer_key)
         self._late: dict[str, Tensor] = {}  # displaced tensors, to be sent after those that attention waits for
 
     def begin(self, like_BLHD: Tensor) -> None:
@@ -58,7 +63,7 @@ class DisplacedCall(StatefulCall):
         inner.displace(self.displaced)
         state.catch_up()
         if codec.measures and not inner.measures and state.follows:
-            self.measured = codec.notes.of_call(like_BLHD.device, state.take_notes)
+            self.measured = codec.notes.of_call(like_BLHD.device, state)
         if not isinstance(inner, StatefulCall):  # a `StatefulCall` counts its calls itself
             codec.noted_step.add()
         codec.noted_step.displace(self.displaced, inner.share)
@@ -149,12 +154,11 @@ class Displaced(StatefulCodec):
     transfer = DisplacedCall
 
     def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: AllRanks | None = None) -> None:
-        """Wrap the codec of the setting `codec`, and share its state of layers."""
-        super().__init__(settings, exchange, everyone)
-        inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
-        self.inner: Codec = inner(settings, exchange, everyone)
+        """Wrap the codec of the setting `codec`: its calls are calls of this one."""
+        self.inner: Codec = (Codec if settings.codec == "none" else load(CODECS, settings.codec))(settings)
         if isinstance(self.inner, StatefulCodec):
-            self.notes, self._report, self._layers = self.inner.notes, self.inner._report, self.inner._layers
+            self.step_notes = self.inner.step_notes
+        super().__init__(settings, exchange, everyone)
         self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
         self.agrees = self.measures or self.inner.agrees
 
@@ -162,11 +166,7 @@ class Displaced(StatefulCodec):
         super().note_whole()
         self.noted_step.displace()
 
-    def begin_step(self, step_info: StepInfo) -> None:
-        super().begin_step(step_info)
-        self.inner.begin_step(step_info)
-
-    def displaced(self, state: LayerState, inner: EncodedCall) -> frozenset[str]:
+    def displaced(self, state: LayerState, inner: Transfer) -> frozenset[str]:
         """Return the tensors that this call does not wait for."""
         if not state.follows or self.fine:
             return frozenset()
@@ -199,7 +199,3 @@ class Displaced(StatefulCodec):
             kept = {"reconstructions": (3 * S * G + L * H + sampled) * cell, **of_inner}
             found.append({**kept, "in_flight": len(TENSORS) * width * (L * H + S * G)})
         return found
-
-    def hold_at(self, kind: CallKind) -> None:
-        super().hold_at(kind)
-        self.inner.hold_at(kind)

@@ -24,10 +24,8 @@ import torch
 from cocodiff_sycl.parts import Cut, room_of, stream_places
 from torch import Tensor
 
-from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerState, StatefulCall, StatefulCodec
-from cocodiff.attention.strategy import LayerKey
+from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, StatefulCall, StatefulCodec
 from cocodiff.exchange.codec import CODED, CallKind, StateBytes
-from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT, Encoded
 from cocodiff.kernels.device import used_on_current_stream
 from cocodiff.kernels.lossless import CODED as CODED_DTYPES
@@ -79,29 +77,40 @@ class ReceivedParts(NamedTuple):
 class LosslessCall(StatefulCall):
     """An attention call whose tensors are sent as streams. Attributes without a value are set by `begin`."""
 
-    _codec: Lossless
     codes: bool  # True if the tensors' dtype is coded; others are sent as they are
     factor: float  # of the continuation; 0 for the last values as they are
     noted_step: LosslessStep
     rooms: Mapping[str, int]  # by coded tensor, the bytes for each token and head of the first part
 
-    def __init__(self, codec: Lossless, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
-        super().__init__(codec, exchange, layout, layer_key)
-        self.rooms = {}
-        self._sent: defaultdict[str, dict[int, SentStream]] = defaultdict(dict)
-
     def begin(self, like_BLHD: Tensor) -> None:
         super().begin(like_BLHD)
+        self.rooms, self._sent = {}, defaultdict[str, dict[int, SentStream]](dict)
         self._like, self._batch, self._head_dim = like_BLHD.new_empty(0), len(like_BLHD), like_BLHD.shape[-1]
         codec, state = self._codec, self.state
         self.factor = state.factor * CONTINUED[codec.settings.predictor]
         self.noted_step, self.codes = codec.noted_step, like_BLHD.dtype in CODED_DTYPES
         if self.codes:
             there = state.sent if state.follows else TENSORS
-            self.rooms = {name: codec.room(state, name, self._head_dim) for name in TENSORS if name in there}
+            self.rooms = {name: self._room(name) for name in TENSORS if name in there}
             self.share = sum(self.rooms.values()) / (len(self.rooms) * 2 * self._head_dim)
-            self.noted = codec.notes.of_call(like_BLHD.device, state.take_notes)
+            self.noted = codec.notes.of_call(like_BLHD.device, state)
         self.noted_step.add(bool(self.rooms), self.share)
+
+    def _room(self, name: str) -> int:
+        """Return the bytes for each token and head of the first part of a tensor's streams.
+
+        It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
+        difference.
+        """
+        head_dim, state, fixed_kind = self._head_dim, self.state, self._codec.fixed_kind
+        whole, needed = 2 * head_dim, state.needed.get(name, 0)
+        if fixed_kind is not None:
+            room = (TYPICAL_FIRST if fixed_kind.whole else TYPICAL) * whole
+        elif state.follows < len(FIRST_ROOMS) or not needed:
+            room = FIRST_ROOMS[min(state.follows, 1)] * whole
+        else:
+            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
+        return max(least_room(head_dim), min(math.ceil(room), whole))
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         width = max(self.rooms.values()) if self.rooms else x_BLHD.shape[-1] * x_BLHD.element_size()
@@ -229,21 +238,6 @@ class Lossless(StatefulCodec):
     """The codec that sends exact values as streams."""
 
     transfer, step_notes = LosslessCall, LosslessStep
-
-    def room(self, state: LayerState, name: str, head_dim: int) -> int:
-        """Return the bytes for each token and head of the first part of a tensor's streams.
-
-        It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
-        difference.
-        """
-        whole, needed = 2 * head_dim, state.needed.get(name, 0)
-        if self.fixed_kind is not None:
-            room = (TYPICAL_FIRST if self.fixed_kind.whole else TYPICAL) * whole
-        elif state.follows < len(FIRST_ROOMS) or not needed:
-            room = FIRST_ROOMS[min(state.follows, 1)] * whole
-        else:
-            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
-        return max(least_room(head_dim), min(math.ceil(room), whole))
 
     def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
         """Return the bytes on the wire of a typical run; they depend on the data."""

@@ -32,7 +32,6 @@ DAMPING = 0.5
 class ResidualCall(StatefulCall):
     """An attention call whose tensors are sent as residuals."""
 
-    _codec: Residual
     bits: int | None  # per channel; None if tensors are sent as they are; set by `begin`
     how: Prediction  # of all tensors that are coded; in a first call it is zero; set by `begin`
     measures = True
@@ -49,7 +48,7 @@ class ResidualCall(StatefulCall):
             measure = settings.arrival == "adaptive" and state.follows > 0  # in the pass that encodes
             self.how = Prediction(state.factor, self.continues, measure)
             self.share = (self.bits + 8 / GROUP) / 16  # relative to 16-bit numbers in heads of whole groups
-            self.noted = codec.notes.of_call(like_BLHD.device, state.take_notes)
+            self.noted = codec.notes.of_call(like_BLHD.device, state)
         codec.noted_step.add(self.bits is not None, self.share, len(TENSORS) * self.continues)
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:

@@ -43,8 +43,6 @@ NEEDED = 1  # index of the note that is the maximum over ranks, not the sum: the
 NEWEST = 3  # number of noise levels that a continuation needs
 HEAD = 128  # head dim for which codes of steps are compared
 NOTED_CALLS = 64  # calls whose notes share one tensor; a first step does not know the number of calls
-# Takes the summed notes of one call, a row for each of TENSORS.
-TakeNotes = Callable[[Sequence[Sequence[int]]], None]
 
 
 @dataclass
@@ -187,7 +185,7 @@ class CallNotes(NamedTuple):
     """The notes of one call."""
 
     own: Tensor  # this rank's, int64 [tensors, NOTES]
-    taker: TakeNotes  # called with the notes combined over all ranks
+    state: LayerState  # takes the notes combined over all ranks
 
     def of(self, name: str) -> Tensor:
         """Return the notes of one tensor, int64 [NOTES]."""
@@ -203,27 +201,20 @@ class SharedNotes:
 
     def __init__(self, everyone: AllRanks | None, trace: Trace) -> None:
         self._everyone, self._trace = everyone, trace  # None for one rank, which notes nothing
-        self._step_info: StepInfo | None = None  # the call of the model that the notes are of
         self._noted: list[CallNotes] = []
         self._blocks: list[Tensor] = []  # their memory, for NOTED_SITES calls each
         self._deciding: tuple[list[CallNotes], LaneFuture[list[Any] | None]] | None = None
 
-    def of_call(self, device: torch.device, taker: TakeNotes) -> CallNotes:
+    def of_call(self, device: torch.device, state: LayerState) -> CallNotes:
         """Return notes for one more attention call, all zero."""
         first = len(self._noted) % NOTED_CALLS * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_CALLS * len(TENSORS), NOTES, dtype=torch.int64, device=device))
-        self._noted.append(CallNotes(self._blocks[-1][first : first + len(TENSORS)], taker))
+        self._noted.append(CallNotes(self._blocks[-1][first : first + len(TENSORS)], state))
         return self._noted[-1]
 
-    def begin_step(self, step_info: StepInfo) -> None:
-        """Start combining the notes of the model's last call.
-
-        Several codecs may call this with the same `step_info` object. Only the first call with it counts.
-        """
-        if step_info is self._step_info:
-            return
-        self._step_info = step_info
+    def begin_step(self) -> None:
+        """Start combining the notes of the model's last call."""
         self.hand_out()
         if self._noted and self._everyone is not None:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
@@ -239,7 +230,7 @@ class SharedNotes:
         with self._trace.span("wait for notes"):
             sums = pending.wait() or []
         for number, one in enumerate(noted if sums else ()):
-            one.taker(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
+            one.state.take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
 
     def clear(self) -> None:
         """Drop all notes."""
@@ -342,12 +333,9 @@ class StatefulCodec(Codec):
 
     def open(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
         if self.codes(layer_key.layer):
-            return self.call(exchange, layout, layer_key)
+            return self.transfer(self, exchange, layout, layer_key)
         self.note_whole()
         return Transfer(exchange, layout, layer_key.kind)
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
-        return self.transfer(self, exchange, layout, layer_key)
 
     def codes(self, layer: str) -> bool:
         """Return True if a layer is one of the first `state_layers` layers, which are coded.
@@ -384,7 +372,7 @@ class StatefulCodec(Codec):
     def begin_step(self, step_info: StepInfo) -> None:
         """Begin a call of the model, and start combining all ranks' notes of the last one."""
         super().begin_step(step_info)
-        self.notes.begin_step(step_info)
+        self.notes.begin_step()
 
     def catch_up(self) -> None:
         """Receive what the last calls of all layers did not wait for."""
@@ -449,7 +437,6 @@ class StatefulCall(Transfer):
         """Take the notes of earlier calls, and decide whether this call follows the last one."""
         codec = self._codec
         codec.notes.hand_out()
-        self.state.begin(
-            like_BLHD, self.layout, codec.step_info, codec.fixed_kind is not None and codec.fixed_kind.whole
-        )
+        anew = codec.fixed_kind is not None and codec.fixed_kind.whole
+        self.state.begin(like_BLHD, self.layout, codec.step_info, anew)
         self.number = self.state.follows

@@ -106,10 +106,6 @@ class Codec:
         Args:
             layer_key: the layer and guidance branch.
         """
-        return self.call(exchange, layout, layer_key)
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
-        """Return the transfer of one attention call whose layer is coded."""
         return self.transfer(exchange, layout, layer_key.kind)
 
     def begin_step(self, step_info: StepInfo) -> None:
