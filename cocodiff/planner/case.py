@@ -140,7 +140,7 @@ class Case:
     known_mesh: Mesh | None = None  # default: the one that the engine chooses
     job: tuple[int, int] = (1, 1)  # ranks and nodes of the whole job
 
-    @cached_property
+    @property
     def codec(self) -> Codec:
         """The codec that the settings name, for questions alone."""
         return codec_class(self.config)(self.config)
