@@ -219,7 +219,7 @@ class SharedNotes:
         if self._noted and self._everyone is not None:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
             own = whole[: len(self._noted) * len(TENSORS)]
-            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, self._everyone, own)
+            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own)
             self._noted, self._blocks = [], []
 
     def hand_out(self) -> None:
@@ -236,9 +236,10 @@ class SharedNotes:
         """Drop all notes."""
         self._noted, self._blocks, self._deciding = [], [], None
 
-    def _sum(self, everyone: AllRanks, own: Tensor) -> list[Any] | None:
+    def _sum(self, own: Tensor) -> list[Any] | None:
         """Gather every rank's notes and combine them. Return None for meta tensors, which predictions have."""
-        topology, ranks = everyone
+        assert self._everyone is not None, "one rank notes nothing"
+        topology, ranks = self._everyone
         with self._trace.span("gather notes", "control"):
             parts = [torch.empty_like(own) for _ in range(ranks.size)]
             ranks.world.all_gather(own, parts).wait()
