@@ -155,7 +155,7 @@ def unreceived_of(transport: LoopbackTransport) -> int:
 
 def receives_of(flight: Any) -> tuple[int, list[Any]]:
     """The rank of messages of an exchange that are under way, and each that it receives."""
-    return flight._port.rank, [receive for of_phase in flight._phases for receive in of_phase.values()]
+    return flight._here.rank, [receive for of_phase in flight._phases for receive in of_phase.values()]
 
 
 def sums_on_the_device(notes: Any) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cocodiff.comm.trace import Span
-from cocodiff.planner.costs import WHOLE, CallKind
+from cocodiff.exchange.codec import WHOLE, CallKind
 
 LAYER = "blocks.attn"
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))))

@@ -21,14 +21,13 @@ from cocodiff.config.config import Config, preset_names
 from cocodiff.config.machine import Device, Machine
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.engine.assemble import AttentionWork, build_strategy, with_codec_chosen
-from cocodiff.exchange.codec import StepInfo
+from cocodiff.exchange.codec import WHOLE, CallKind, StepInfo
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.calibrate import AllToAll, Constants
 from cocodiff.planner.case import Case, ModelShape
-from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.decisions import Decisions, without_seldom
 from cocodiff.planner.layers import plan_layers, plan_step
 from cocodiff.planner.memory import block_parameters

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from cocodiff.config.config import load_machine
 from cocodiff.config.machine import Machine
-from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology import Topology
 
@@ -38,10 +37,10 @@ def is_full(topology: Topology) -> bool:
 
 def forward(exchange, tensors_BLHD, layout):
     """Sends this rank's rows of some tensors, which travel together, on their way to its heads: `wait` returns them."""
-    sent = Transfer(exchange, EncodedCall(layout)).send(**{f"x{number}": x for number, x in enumerate(tensors_BLHD)})
+    sent = Transfer(exchange, layout).send(**{f"x{number}": x for number, x in enumerate(tensors_BLHD)})
     return SimpleNamespace(wait=lambda: [arriving.wait() for arriving in sent.values()])
 
 
 def back(exchange, out_BSGD, layout):
     """This rank's rows of all heads."""
-    return Transfer(exchange, EncodedCall(layout)).back(out_BSGD)
+    return Transfer(exchange, layout).back(out_BSGD)

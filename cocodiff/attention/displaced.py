@@ -12,19 +12,20 @@ also multiplied by LAG if the operand is the last value itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from cocodiff.attention.stateful import TENSORS, CallNotes, LayerState, StatefulCall, StatefulCodec
 from cocodiff.attention.strategy import LayerKey
+from cocodiff.comm.transport import RankContext
+from cocodiff.config.config import Config
 from cocodiff.config.registry import CODECS, load
-from cocodiff.exchange.codec import AllRanks, Codec, StepInfo
+from cocodiff.exchange.codec import CODED, CallKind, Codec, StateBytes
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall, Outgoing, TensorFuture
+from cocodiff.exchange.outgoing import OUTPUT, Encoded, Outgoing, TensorFuture
 from cocodiff.exchange.transfer import Transfer
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 SAMPLING = 16  # one of this number of rows is measured, for tensors that are sent as they are
@@ -33,147 +34,42 @@ LAG = 1.5
 LATE = "late"  # purpose that the bytes of displaced tensors are also counted for in the trace
 
 
-@dataclass
-class LayerArrivals(LayerState):
-    """The state of one layer and branch with displacement."""
-
-    # By tensor that was measured at the last call, its relative change since the call before.
-    changes: Mapping[str, float] = field(default_factory=dict)
-    late: list[Callable[[], object]] = field(default_factory=list)  # receive displaced tensors of the last call
-    in_flight: int = 0  # most bytes of these messages, sent and received
-    last: dict[str, Tensor] = field(default_factory=dict)  # newest value of every tensor
-    # rows of the last call that changes are measured by, of tensors that are sent as they are
-    sampled: dict[str, Tensor] = field(default_factory=dict)
-
-    def begin_anew(self) -> None:
-        self.catch_up()
-        self.changes, self.sampled, self.last = {}, {}, {}
-
-    def catch_up(self) -> None:
-        """Receive what the last call did not wait for."""
-        late, self.late, self.in_flight = self.late, [], 0
-        for receive in late:
-            receive()
-
-    def bytes_held(self, own_last: bool = True) -> int:
-        """Return the bytes of the newest received tensors, of rows kept to measure changes, and of messages in flight.
-
-        Args:
-            own_last: False to leave out the newest received tensors, which the inner codec then holds and counts.
-        """
-        held = [*self.sampled.values(), *(self.last.values() if own_last else ())]
-        return sum(x.nbytes for x in held) + self.in_flight
-
-    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
-        super().take_notes(notes)
-        measured = {name: row for name, row in zip(TENSORS, notes, strict=True) if row[3]}
-        self.changes = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in measured.items()}
-
-
-class Displaced(StatefulCodec):
-    """A codec that lets calls continue without some of what another codec sends."""
-
-    layer_state = LayerArrivals
-
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
-        """Wrap the codec of the setting `codec`.
-
-        Args:
-            settings: arrival, tau, fine_steps, and the inner codec's, see `Config`.
-        """
-        super().__init__(settings, exchange, ranks, everyone)
-        inner = Codec if settings.codec == "none" else load(CODECS, settings.codec)
-        self.inner: Codec = inner(settings, exchange, ranks, everyone)
-        if isinstance(self.inner, StatefulCodec):
-            self.notes, self._report = self.inner.notes, self.inner._report
-        self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
-        self.transfer = DisplacedTransfer
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
-        return DisplacedCall(self, exchange, layout, layer_key)
-
-    # Lifecycle --------------------------------------------------------------------------------------------------------
-
-    def note_whole(self) -> None:
-        super().note_whole()
-        self.noted_step.displace()
-
-    def begin_step(self, step_info: StepInfo) -> None:
-        super().begin_step(step_info)
-        self.inner.begin_step(step_info)
-
-    def catch_up(self) -> None:
-        """Receive what the last calls of all layers did not wait for."""
-        for state in self._layers.values():
-            state.catch_up()
-
-    def forget(self, layer_key: LayerKey) -> None:
-        if layer_key in self._layers:
-            self._layers.pop(layer_key).catch_up()
-        self.inner.forget(layer_key)
-
-    def end(self, drain: bool = True) -> None:
-        if drain and self.notes is not None:
-            self.notes.hand_out()
-            self.catch_up()
-        super().end(drain)
-        self.inner.end(drain)
-
-    def bytes_held(self) -> int:
-        """Return the most bytes held between calls, those of the inner codec included.
-
-        The newest values of tensors are added unless the inner codec keeps them itself, as it has then counted them.
-        """
-        own = not self.inner.keeps_state
-        return self.inner.bytes_held() + sum(state.bytes_held(own) for state in self._layers.values())
-
-    def displaced(self, state: LayerArrivals, inner: EncodedCall) -> frozenset[str]:
-        """Return the tensors that this call does not wait for."""
-        if not state.follows or self.fine:
-            return frozenset()
-        if self.fixed_kind is not None:
-            return self.fixed_kind.displaced
-        if not self.measures:
-            return frozenset(TENSORS)
-        limit = self.settings.tau / state.pace
-        if not inner.continues:
-            limit /= LAG
-        return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)
-
-
 class DisplacedCall(StatefulCall):
-    """An attention call with displaced tensors."""
+    """An attention call with displaced tensors. Those that attention waits for are sent first.
+
+    Displaced tensors are encoded at once, and only their codes wait for the lane. So the notes of their encoding are
+    complete before the next call of the model, even if the lane is behind.
+    """
 
     _codec: Displaced
-    state: LayerArrivals
     displaced: frozenset[str]  # tensors that are replaced by operands; set by `begin`
-    measured: CallNotes | None = (
-        None  # notes of the measured changes; None if the inner codec measures, or nothing does
-    )
+    # notes of the measured changes; None if the inner codec measures, or nothing does
+    measured: CallNotes | None = None
 
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
-        self.inner = codec.inner.call(exchange, layout, layer_key)
+        self.inner: Transfer
+        if isinstance(codec.inner, StatefulCodec):
+            self.inner = codec.inner.transfer(codec, exchange, layout, layer_key)
+        else:
+            self.inner = codec.inner.open(exchange, layout, layer_key)
+        self._late: dict[str, Tensor] = {}  # displaced tensors, to be sent after those that attention waits for
 
     def begin(self, like_BLHD: Tensor) -> None:
         """Decide which tensors are displaced, the same ones on every rank, and receive what the last call left."""
-        super().begin(like_BLHD)
         codec, state, inner = self._codec, self.state, self.inner
-        inner.begin(like_BLHD)
+        begin = inner.begin if isinstance(inner, StatefulCall) else super().begin  # of the state that they share
+        begin(like_BLHD)
         self.displaced = codec.displaced(state, inner)
         inner.displace(self.displaced)
         state.catch_up()
-        if inner.noted is not None:
-            inner.noted.takers.append(state.take_notes)
         if codec.measures and not inner.measures and state.follows:
-            self.measured = self._notes.of_call(like_BLHD.device, state.take_notes)
+            self.measured = codec.notes.of_call(like_BLHD.device, state)
         if not isinstance(inner, StatefulCall):  # a `StatefulCall` counts its calls itself
             codec.noted_step.add()
         codec.noted_step.displace(self.displaced, inner.share)
 
-    def stand_in(self, name: str) -> Tensor:
-        """Return the operand that is used instead of a displaced tensor."""
-        return self.inner.operand(name, self.state.last[name])
+    # On the wire ------------------------------------------------------------------------------------------------------
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         return self.inner.cell_bytes(x_BLHD)
@@ -192,7 +88,7 @@ class DisplacedCall(StatefulCall):
         """Measure by some of a tensor's rows how much it has changed since the last call; `rows` of it are given."""
         if not self._codec.measures or self.inner.measures:
             return
-        sampled = self.state.sampled
+        sampled = self.state.compared
         first = -rows.start % SAMPLING  # sampled rows have fixed places in the whole tensor
         some_BNHD = x_BTHD[:, first::SAMPLING]
         if name not in sampled:
@@ -204,55 +100,43 @@ class DisplacedCall(StatefulCall):
             last_BNHD.copy_(some_BNHD)
         elif some_BNHD.shape[1]:
             lane = "main" if name in self.displaced else "codec"
-            with self._exchange.trace.span(f"measure {name}", lane):
-                self._exchange.kernels.note_change(some_BNHD, last_BNHD, self.measured.of(name))
+            with self.exchange.trace.span(f"measure {name}", lane):
+                self.kernels.note_change(some_BNHD, last_BNHD, self.measured.of(name))
 
-
-class DisplacedTransfer(Transfer):
-    """The messages of a call with displaced tensors. Those that attention waits for are sent first.
-
-    Displaced tensors are encoded at once, and only their codes wait for the lane. So the notes of their encoding are
-    complete before the next call of the model, even if the lane is behind.
-    """
-
-    coded: DisplacedCall
-
-    def __init__(self, exchange: Exchange, coded: DisplacedCall, layer: str = "") -> None:
-        super().__init__(exchange, coded, layer)
-        self._late: dict[str, Tensor] = {}  # displaced tensors, to be sent after those that attention waits for
+    # When tensors are sent --------------------------------------------------------------------------------------------
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
         super().open(tensors_BLHD)
-        self.in_stages &= not self.coded.displaced
+        self.in_stages &= not self.displaced
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        displaced = self.coded.displaced
-        awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in displaced}
+        awaited = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name not in self.displaced}
         sent = super().post(awaited) if awaited else {}
-        late = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name in displaced}
-        operands = {name: self._operand(name, "".join(late)) for name in late}
+        late = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name in self.displaced}
+        operands = {name: self._operand_future(name, "".join(late)) for name in late}
         self._late |= late
         if self._late and self.all_sent:
-            self._send_late(Outgoing(self.end, self._late, purpose=LATE), self._late.values())
+            self._send_late(self._late)
+            self._late = {}  # messages in flight keep this call alive until the next one
         return sent | operands
 
     def back(self, out_BSGD: Tensor) -> Tensor:
-        if OUTPUT not in self.coded.displaced:
+        if OUTPUT not in self.displaced:
             return super().back(out_BSGD)
-        self._send_late(Outgoing(self.end, {OUTPUT: out_BSGD}, purpose=LATE), [out_BSGD])
-        return self.coded.stand_in(OUTPUT)
+        self._send_late({OUTPUT: out_BSGD})
+        return self.inner.operand(OUTPUT, self.state.last[OUTPUT])
 
-    def _operand(self, name: str, together: str) -> TensorFuture:
+    def _operand_future(self, name: str, together: str) -> TensorFuture:
         """Return a future that is already complete, with the operand of a displaced tensor."""
-        x_BSGD = self.coded.stand_in(name)
+        x_BSGD = self.inner.operand(name, self.state.last[name])
         return TensorFuture(together, lambda _chunk: x_BSGD)  # it is present, and so not received in chunks
 
-    def _send_late(self, outgoing: Outgoing, tensors: Iterable[Tensor]) -> None:
+    def _send_late(self, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
-        trace, state, layout, own = self.exchange.trace, self.coded.state, self.layout, self.exchange.rank
+        outgoing, trace, layout = Outgoing(self, tensors, purpose=LATE), self.exchange.trace, self.layout
         # Tokens and heads of what this rank sends of a tensor, and of what it receives.
-        cells = layout.rows[own] * sum(layout.heads) + sum(layout.rows) * layout.heads[own]
-        state.in_flight += sum(self.coded.cell_bytes(x) * cells for x in tensors)
+        cells = layout.rows[self.rank] * sum(layout.heads) + sum(layout.rows) * layout.heads[self.rank]
+        self.state.in_flight += sum(self.cell_bytes(x) * cells for x in tensors.values())
         outgoing.encode_now()
         pending = self.exchange.submit(outgoing)
 
@@ -262,4 +146,57 @@ class DisplacedTransfer(Transfer):
                 received = pending.wait().tensors
             outgoing.decode(received)
 
-        state.late.append(receive)
+        self.state.late.append(receive)
+
+
+class Displaced(StatefulCodec):
+    """A codec that lets calls continue without some of what another codec sends."""
+
+    transfer = DisplacedCall
+
+    def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: RankContext | None = None) -> None:
+        """Wrap the codec of the setting `codec`: its calls are calls of this one."""
+        self.inner: Codec = (Codec if settings.codec == "none" else load(CODECS, settings.codec))(settings)
+        if isinstance(self.inner, StatefulCodec):
+            self.step_notes = self.inner.step_notes
+        super().__init__(settings, exchange, everyone)
+        self.measures = settings.arrival == "adaptive"  # True to measure how much tensors change
+        self.agrees = self.measures or self.inner.agrees
+
+    def note_whole(self) -> None:
+        super().note_whole()
+        self.noted_step.displace()
+
+    def displaced(self, state: LayerState, inner: Transfer) -> frozenset[str]:
+        """Return the tensors that this call does not wait for."""
+        if not state.follows or self.fine:
+            return frozenset()
+        if self.fixed_kind is not None:
+            return frozenset(self.fixed_kind.displaced)
+        if not self.measures:
+            return frozenset(TENSORS)
+        limit = self.settings.tau / state.pace
+        if not inner.continues:
+            limit /= LAG
+        return frozenset(name for name in TENSORS if state.changes.get(name, math.inf) < limit)
+
+    # For plans and recordings -----------------------------------------------------------------------------------------
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        return self.inner.sent_bytes(head_dim, itemsize, kind)
+
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
+        """Return the bytes that a layer keeps, exactly: what the inner codec keeps, or without one the tensors that
+        the last call received and the sampled rows; and what is in flight.
+
+        In flight, in the width of the wire, are a call's sent tensors until they have left, and received ones until the
+        next call takes them.
+        """
+        found, S, H = StateBytes(), sum(layout.rows), sum(layout.heads)
+        cell, width = batch * head_dim * itemsize, batch * self.sent_bytes(head_dim, itemsize)
+        inner = self.inner.state_bytes(topology, layout, batch, head_dim, itemsize)
+        for of_inner, L, G in zip(inner, layout.rows, layout.heads, strict=True):
+            sampled = 3 * -(-L // SAMPLING) * H + -(-S // SAMPLING) * G if self.measures else 0
+            kept = {"reconstructions": (3 * S * G + L * H + sampled) * cell, **of_inner}
+            found.append({**kept, "in_flight": len(TENSORS) * width * (L * H + S * G)})
+        return found

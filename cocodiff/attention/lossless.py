@@ -17,41 +17,29 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from cocodiff_sycl.parts import Cut, room_of, stream_places
 from torch import Tensor
 
-from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, LayerEnds, StatefulCall, StatefulCodec
-from cocodiff.attention.strategy import LayerKey
-from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT, Encoded, EncodedCall
+from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, StatefulCall, StatefulCodec
+from cocodiff.exchange.codec import CODED, CallKind, StateBytes
+from cocodiff.exchange.outgoing import OUTPUT, Encoded
 from cocodiff.kernels.device import used_on_current_stream
-from cocodiff.kernels.lossless import CODED, PARTS, Known, least_room
+from cocodiff.kernels.lossless import CODED as CODED_DTYPES
+from cocodiff.kernels.lossless import PARTS, Known, least_room
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 FIRST_ROOMS = (0.68, 0.4)  # first part as a fraction of the tensor, in a layer's first and second call
+# The fraction of a tensor's bytes that a call sends: the mean of a run of 50 steps, and a layer's first call. Heads are
+# wide enough that rounding to whole bytes does not matter (docs/exchange.md).
+TYPICAL, TYPICAL_FIRST = 0.3, 0.68
 MARGIN = 0.125  # bits per number that the first part has in addition to the last call's need
 CONTINUED = {"last": 0.0, "taylor": 0.5}  # by setting `predictor`, what the factor of the continuation is multiplied by
 OVERFLOW = "overflow"  # purpose that the bytes of rests are also counted for in the trace
-
-
-@dataclass
-class LosslessState(LayerEnds):
-    """The values of one layer and branch."""
-
-    # By tensor, the room for each token and head in which every stream of the last call would have fit; 0 if unknown.
-    # In sixteenths of a byte.
-    needed: Mapping[str, int] = field(default_factory=dict)
-
-    def begin_anew(self) -> None:
-        super().begin_anew()
-        self.needed = {}
-
-    def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
-        self.needed = {name: needed for name, (_, needed, *_) in zip(TENSORS, notes, strict=True)}
 
 
 @dataclass
@@ -65,30 +53,6 @@ class LosslessStep(CodedStep):
         """Return the counts of several ranks as columns of a profile, with "overflows": exchanges of rests per call."""
         overflows = sum(part.overflows for part in parts) / sum(part.calls for part in parts)
         return super().merged(parts) | {"linear_fraction": None, "overflows": overflows}
-
-
-class Lossless(StatefulCodec):
-    """The codec that sends exact values as streams."""
-
-    layer_state, step_notes = LosslessState, LosslessStep
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
-        return LosslessCall(self, exchange, layout, layer_key)
-
-    def room(self, state: LosslessState, name: str, head_dim: int) -> int:
-        """Return the bytes for each token and head of the first part of a tensor's streams.
-
-        It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
-        difference.
-        """
-        whole, needed = 2 * head_dim, state.needed.get(name, 0)
-        if self.fixed_kind is not None:
-            room = self.fixed_kind.share * whole
-        elif state.follows < len(FIRST_ROOMS) or not needed:
-            room = FIRST_ROOMS[min(state.follows, 1)] * whole
-        else:
-            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
-        return max(least_room(head_dim), min(math.ceil(room), whole))
 
 
 class SentStream(NamedTuple):
@@ -113,30 +77,40 @@ class ReceivedParts(NamedTuple):
 class LosslessCall(StatefulCall):
     """An attention call whose tensors are sent as streams. Attributes without a value are set by `begin`."""
 
-    _codec: Lossless
-    state: LosslessState
     codes: bool  # True if the tensors' dtype is coded; others are sent as they are
     factor: float  # of the continuation; 0 for the last values as they are
     noted_step: LosslessStep
     rooms: Mapping[str, int]  # by coded tensor, the bytes for each token and head of the first part
 
-    def __init__(self, codec: Lossless, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
-        super().__init__(codec, exchange, layout, layer_key)
-        self.rooms = {}
-        self._sent: defaultdict[str, dict[int, SentStream]] = defaultdict(dict)
-
     def begin(self, like_BLHD: Tensor) -> None:
         super().begin(like_BLHD)
+        self.rooms, self._sent = {}, defaultdict[str, dict[int, SentStream]](dict)
         self._like, self._batch, self._head_dim = like_BLHD.new_empty(0), len(like_BLHD), like_BLHD.shape[-1]
         codec, state = self._codec, self.state
         self.factor = state.factor * CONTINUED[codec.settings.predictor]
-        self.noted_step, self.codes = codec.noted_step, like_BLHD.dtype in CODED
+        self.noted_step, self.codes = codec.noted_step, like_BLHD.dtype in CODED_DTYPES
         if self.codes:
             there = state.sent if state.follows else TENSORS
-            self.rooms = {name: codec.room(state, name, self._head_dim) for name in TENSORS if name in there}
+            self.rooms = {name: self._room(name) for name in TENSORS if name in there}
             self.share = sum(self.rooms.values()) / (len(self.rooms) * 2 * self._head_dim)
-            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
+            self.noted = codec.notes.of_call(like_BLHD.device, state)
         self.noted_step.add(bool(self.rooms), self.share)
+
+    def _room(self, name: str) -> int:
+        """Return the bytes for each token and head of the first part of a tensor's streams.
+
+        It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
+        difference.
+        """
+        head_dim, state, fixed_kind = self._head_dim, self.state, self._codec.fixed_kind
+        whole, needed = 2 * head_dim, state.needed.get(name, 0)
+        if fixed_kind is not None:
+            room = (TYPICAL_FIRST if fixed_kind.whole else TYPICAL) * whole
+        elif state.follows < len(FIRST_ROOMS) or not needed:
+            room = FIRST_ROOMS[min(state.follows, 1)] * whole
+        else:
+            room = needed / PARTS + (MARGIN + max(0.0, math.log2(state.pace))) * head_dim / 8
+        return max(least_room(head_dim), min(math.ceil(room), whole))
 
     def cell_bytes(self, x_BLHD: Tensor) -> int:
         width = max(self.rooms.values()) if self.rooms else x_BLHD.shape[-1] * x_BLHD.element_size()
@@ -178,8 +152,8 @@ class LosslessCall(StatefulCall):
         streams = x_BTHD.new_empty(places[-1], dtype=torch.uint8)
         lengths_N = x_BTHD.new_empty(len(cells), dtype=torch.int64)
         needed_1 = self.noted.of(name)[NEEDED : NEEDED + 1]
-        with self._trace.span(f"encode {name}", "codec", self._layer):
-            self._kernels.encode_lossless(x_BTHD, known, cut, streams, lengths_N, needed_1)
+        with self.exchange.trace.span(f"encode {name}", "codec", self.layer):
+            self.kernels.encode_lossless(x_BTHD, known, cut, streams, lengths_N, needed_1)
         found = list[Tensor]()
         for number, (rank, shape, count) in enumerate(zip(ranks, cut.shapes(x_BTHD.shape), cells, strict=True)):
             stream = streams[places[number] : places[number + 1]]
@@ -194,16 +168,16 @@ class LosslessCall(StatefulCall):
             return super().decode(received, rows, ranks)
         cut = self._cut(ranks, by_rows=OUTPUT not in received)
         ends, arrived = self.state.received, list[ReceivedParts]()
-        with self._trace.span(f"lengths {''.join(received)}", "main", self._layer):
+        with self.exchange.trace.span(f"lengths {''.join(received)}", "main", self.layer):
             for name, x_BTHW in received.items():
                 code_BTHW, known = _rows_in_turn(x_BTHW, rows), self._known(ends, name, x_BTHW.shape[:3], rows)
                 lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
-                found = self._kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
+                found = self.kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
                 arrived.append(ReceivedParts(name, code_BTHW, known, lengths_N, found))
         rests = self._rests(arrived, cut, ranks)
         for (name, code_BTHW, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
-            with self._trace.span(f"decode {name}", "codec", self._layer):
-                self._kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
+            with self.exchange.trace.span(f"decode {name}", "codec", self.layer):
+                self.kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
         return [ends[name].written(self.number) for name in received]
 
     def _rests(self, arrived: Sequence[ReceivedParts], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
@@ -213,7 +187,7 @@ class LosslessCall(StatefulCall):
         All ranks call this in the same order, each for what it decodes next. Only the two ranks decide whether there is
         a message.
         """
-        own, staged, hearing = self._exchange.rank, self._exchange.staged, ranks
+        own, staged, hearing = self.rank, self.exchange.staged, ranks
         if staged is not None and ranks in staged.chunks:  # a chunk is sent to other ranks than it comes from
             hearing = staged.hearing[staged.chunks.index(ranks)]
         ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
@@ -242,22 +216,38 @@ class LosslessCall(StatefulCall):
                     receives.append((part, rank))
         if sends or receives:
             for rest, rank in sends:
-                self._exchange.port.count(rank, rest.nbytes)
-                link = self._exchange.topology.link_class(own, rank)
-                self._trace.count(link, rest.nbytes, purpose=OVERFLOW)
+                self.exchange.count(rank, rest.nbytes)
+                link = self.exchange.topology.link_class(own, rank)
+                self.exchange.trace.count(link, rest.nbytes, purpose=OVERFLOW)
             # With the own block's rest, because the share of first parts counts its first part too.
             leaving = [*here.values(), *(rest for rest, _ in sends)]
             whole_bytes = self._batch * self.layout.rows[own] * sum(self.layout.heads) * 2 * self._head_dim
             self.noted_step.overflows += 1
             self.noted_step.sent += sum(x.nbytes for x in leaving) / (whole_bytes * len(self.rooms) // len(TENSORS))
-            with self._trace.span("wait for rests", layer=self._layer):
-                self._codec.ranks.control.submit(self._exchange_rests, sends, receives).wait()
+            with self.exchange.trace.span("wait for rests", layer=self.layer):
+                self.exchange.transport.control.submit(self._exchange_rests, sends, receives).wait()
         return rests
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
         """Send and receive rests on the control lane."""
-        with self._trace.span("rests", "control"):
-            self._codec.ranks.world.send_recv(sends, receives).wait()
+        with self.exchange.trace.span("rests", "control"):
+            self.exchange.transport.world.send_recv(sends, receives).wait()
+
+
+class Lossless(StatefulCodec):
+    """The codec that sends exact values as streams."""
+
+    transfer, step_notes = LosslessCall, LosslessStep
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        """Return the bytes on the wire of a typical run; they depend on the data."""
+        whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
+        return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
+
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
+        if itemsize != 2:  # elements of this size are not coded
+            return [{}] * topology.size
+        return super().state_bytes(topology, layout, batch, head_dim, itemsize)
 
 
 def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:

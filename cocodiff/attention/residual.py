@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from cocodiff.attention.stateful import TENSORS, End, LayerEnds, StatefulCall, StatefulCodec
-from cocodiff.attention.strategy import LayerKey
-from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import Encoded, EncodedCall
+from cocodiff.attention.stateful import TENSORS, End, StatefulCall, StatefulCodec
+from cocodiff.exchange.codec import CODED, CallKind
+from cocodiff.exchange.outgoing import Encoded
 from cocodiff.kernels.residual import GROUP, Onward, Prediction, coded_width
-from cocodiff.topology.layout import Layout
 
 # Bits per channel by setting `codec`; None: tensors are sent as they are.
 BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int2": 2}
@@ -32,38 +29,9 @@ FIRST_BITS = 4  # factor of the bits in a first call, which has no prediction; a
 DAMPING = 0.5
 
 
-@dataclass
-class ResidualState(LayerEnds):
-    """The reconstructions of one layer and branch."""
-
-    plain: bool = False  # True to send the first call of a sequence as it is, because a code failed before it
-    # by tensor, the operands to write while the last call's tensors are decoded
-    wanted: dict[str, Onward] = field(default_factory=dict)
-
-    def begin_anew(self) -> None:
-        super().begin_anew()
-        self.plain = not self.fits
-
-
-class Residual(StatefulCodec):
-    """The codec that sends residuals. It uses the settings codec, predictor, fine_steps and arrival, see `Config`."""
-
-    layer_state = ResidualState
-
-    def call(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> EncodedCall:
-        return ResidualCall(self, exchange, layout, layer_key)
-
-    def bits(self, state: ResidualState) -> int | None:
-        """Return the bits per channel in a layer's call; None if its tensors are sent as they are."""
-        first = not state.follows
-        return None if first and state.plain else bits_of(self.settings.codec, first, self.fine)
-
-
 class ResidualCall(StatefulCall):
     """An attention call whose tensors are sent as residuals."""
 
-    _codec: Residual
-    state: ResidualState
     bits: int | None  # per channel; None if tensors are sent as they are; set by `begin`
     how: Prediction  # of all tensors that are coded; in a first call it is zero; set by `begin`
     measures = True
@@ -73,42 +41,39 @@ class ResidualCall(StatefulCall):
         super().begin(like_BLHD)
         self._head_dim, self._dtype = like_BLHD.shape[-1], like_BLHD.dtype
         codec, state, settings = self._codec, self.state, self._codec.settings
-        self.bits = codec.bits(state)
+        first = not state.follows
+        self.bits = None if first and state.failed else bits_of(settings.codec, first, codec.fine)
         if self.bits is not None:
             self.continues = state.factor > 0 and settings.predictor == "taylor"
             measure = settings.arrival == "adaptive" and state.follows > 0  # in the pass that encodes
             self.how = Prediction(state.factor, self.continues, measure)
             self.share = (self.bits + 8 / GROUP) / 16  # relative to 16-bit numbers in heads of whole groups
-            self.noted = self._notes.of_call(like_BLHD.device, state.take_notes)
+            self.noted = codec.notes.of_call(like_BLHD.device, state)
         codec.noted_step.add(self.bits is not None, self.share, len(TENSORS) * self.continues)
 
-    def width(self, x_BLHD: Tensor) -> int:
-        """Return the bytes of one head of one token in messages."""
-        return width_of(x_BLHD.shape[-1], x_BLHD.element_size(), self.bits)
-
     def cell_bytes(self, x_BLHD: Tensor) -> int:
-        return len(x_BLHD) * self.width(x_BLHD)
+        return len(x_BLHD) * width_of(x_BLHD.shape[-1], x_BLHD.element_size(), self.bits)
 
     # Displaced calls, see `DisplacedCall` -----------------------------------------------------------------------------
 
     def displace(self, names: frozenset[str]) -> None:
         """Prepare the operands of displaced tensors. They are written in the pass that decodes the tensors of the last
         call."""
-        self.displaced, self.state.wanted = names, {}
+        self.displaced, self.state.onward = names, {}
         for name in names if self.continues else ():
             newest_BTHD = self.state.received[name].newest(self.number)
-            self.state.wanted[name] = Onward(DAMPING * self.how.factor, torch.empty_like(newest_BTHD))
-        self._operands = dict(self.state.wanted)
+            self.state.onward[name] = Onward(DAMPING * self.how.factor, torch.empty_like(newest_BTHD))
+        self._operands = dict(self.state.onward)
 
     def operand(self, name: str, last: Tensor) -> Tensor:
         # Removed, because messages in flight keep this call alive until the next one.
         onward = self._operands.pop(name, None)
         if onward is None:
             return last
-        if self.state.wanted.pop(name, None) is not None:  # nothing was decoded since
+        if self.state.onward.pop(name, None) is not None:  # nothing was decoded since
             last_BTHD, before_BTHD = self.state.received[name].known(self.number, slice(None))
             assert before_BTHD is not None, "what is continued has one before"
-            self._kernels.continue_linearly(last_BTHD, before_BTHD, onward)
+            self.kernels.continue_linearly(last_BTHD, before_BTHD, onward)
         return onward.out_BLHD
 
     # On the wire ------------------------------------------------------------------------------------------------------
@@ -128,10 +93,10 @@ class ResidualCall(StatefulCall):
             ends[name].written(self.number)[:, rows] = x_BTHD
             return x_BTHD
         assert self.noted is not None, "a coded call has notes"
-        code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], self.width(x_BTHD), dtype=torch.uint8)
+        code_BTHW = x_BTHD.new_empty(*x_BTHD.shape[:3], coded_width(self._head_dim, self.bits), dtype=torch.uint8)
         known = ends[name].known(self.number, rows)
         with self._span("encode", name):
-            self._kernels.encode_residual(x_BTHD, known, self.how, self.bits, code_BTHW, self.noted.of(name))
+            self.kernels.encode_residual(x_BTHD, known, self.how, self.bits, code_BTHW, self.noted.of(name))
         return code_BTHW
 
     def _end(self, like_BTHW: Tensor, length: int) -> End:
@@ -144,7 +109,7 @@ class ResidualCall(StatefulCall):
 
     def _span(self, work: str, name: str) -> AbstractContextManager[None]:
         """Return a span of the trace for a pass over a tensor. Displaced tensors are coded on the main thread."""
-        return self._trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self._layer)
+        return self.exchange.trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self.layer)
 
     def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
         """Return all rows of a tensor, of which `rows` have just arrived."""
@@ -156,12 +121,21 @@ class ResidualCall(StatefulCall):
         if name not in ends:
             ends[name] = self._end(x_BSGW, x_BSGW.shape[1])
         code_BTGW, known = x_BSGW[:, rows], ends[name].known(self.number, rows)
-        onward = self.state.wanted.pop(name, None)
+        onward = self.state.onward.pop(name, None)
         assert onward is None or code_BTGW.shape == x_BSGW.shape, "what no call waits for comes in one piece"
         with self._span("decode", name):
             factor = self.how.factor if self.continues else None
-            self._kernels.decode_residual(code_BTGW, known, factor, self.bits, onward)
+            self.kernels.decode_residual(code_BTGW, known, factor, self.bits, onward)
         return ends[name].written(self.number)
+
+
+class Residual(StatefulCodec):
+    """The codec that sends residuals. It uses the settings codec, predictor, fine_steps and arrival, see `Config`."""
+
+    transfer = ResidualCall
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        return width_of(head_dim, itemsize, bits_of(self.settings.codec, kind.whole, kind.fine))
 
 
 def width_of(head_dim: int, itemsize: int, bits: int | None) -> int:

@@ -17,24 +17,59 @@ from torch import Tensor
 
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import LaneFuture
-from cocodiff.exchange.codec import AllRanks, Codec, StepInfo, StepNotes
+from cocodiff.comm.transport import LaneFuture, RankContext
+from cocodiff.config.config import Config
+from cocodiff.exchange.codec import (
+    CODED,
+    WHOLE,
+    CallKind,
+    Codec,
+    StateBytes,
+    StepInfo,
+    StepKinds,
+    StepNotes,
+    TensorSets,
+)
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import OUTPUT, EncodedCall
-from cocodiff.kernels.residual import NOTES, Reconstructions
+from cocodiff.exchange.outgoing import OUTPUT
+from cocodiff.exchange.transfer import Transfer
+from cocodiff.kernels.residual import NOTES, Onward, Reconstructions
+from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 TENSORS = ("q", "k", "v", OUTPUT)  # the tensors of a call, in the order of their notes
 NEEDED = 1  # index of the note that is the maximum over ranks, not the sum: the room that streams need
 NEWEST = 3  # number of noise levels that a continuation needs
+HEAD = 128  # head dim for which codes of steps are compared
 NOTED_CALLS = 64  # calls whose notes share one tensor; a first step does not know the number of calls
-# Takes the summed notes of one call, a row for each of TENSORS.
-TakeNotes = Callable[[Sequence[Sequence[int]]], None]
+
+
+@dataclass
+class End:
+    """The values of one tensor at the last calls, at its sender or its receiver.
+
+    The buffers are contiguous, and take turns in being the newest.
+    """
+
+    buffers: list[Tensor]
+
+    def newest(self, call: int) -> Tensor:
+        """Return the newest values that call number `call` (from 1) finds."""
+        return self.buffers[(call - 1) % len(self.buffers)]
+
+    def known(self, call: int, rows: slice) -> Reconstructions:
+        """Return some rows for that call: the newest values, and the older ones that it writes over."""
+        last, written = self.newest(call), self.written(call)
+        return Reconstructions(last[:, rows], None if written is last else written[:, rows])
+
+    def written(self, call: int) -> Tensor:
+        """Return the buffer that the values of call number `call` are written to."""
+        return self.buffers[call % len(self.buffers)]
 
 
 @dataclass
 class LayerState:
-    """The state of one layer and branch between calls.
+    """The state of one layer and branch between calls. A codec uses the fields that it needs.
 
     A call *follows* the last one if its tensors can be predicted from it. Otherwise it begins a new sequence of calls.
     """
@@ -44,13 +79,30 @@ class LayerState:
     follows: int = 0  # number of calls in the sequence after its first one
     # noise levels of the newest calls in the sequence, at most NEWEST
     levels: list[float] = field(default_factory=list)
+
+    # What all ranks noted of the last call, see `take_notes`.
     fits: bool = True  # False if a group of the last call had no scale on some rank
+    failed: bool = False  # True in a sequence that began because a group had no scale
+    needed: dict[str, int] = field(default_factory=dict)  # by tensor, the room that its streams need
+    changes: dict[str, float] = field(default_factory=dict)  # by tensor that was measured, its relative change
+
+    # Tensors, by name. Of q, k and v the sender has its own rows and all heads, the receiver all rows and its own
+    # heads. Of the output it is the other way round.
+    sent: dict[str, End] = field(default_factory=dict)  # values of tensors that this rank sends
+    received: dict[str, End] = field(default_factory=dict)  # values of tensors that it receives
+    last: dict[str, Tensor] = field(default_factory=dict)  # newest received tensors, in the memory of `received` if any
+    compared: dict[str, Tensor] = field(default_factory=dict)  # rows of the last call by which changes are measured
+
+    # Displacement.
+    late: list[Callable[[], object]] = field(default_factory=list)  # receive displaced tensors of the last call
+    in_flight: int = 0  # most bytes of these messages, sent and received
+    onward: dict[str, Onward] = field(default_factory=dict)  # operands to write while they are decoded
 
     def begin(self, like_BLHD: Tensor, layout: Layout, step_info: StepInfo, anew: bool) -> None:
         """Begin a call and decide whether it follows the last one.
 
         It does if it has the same form, is at a later step of the run, and all groups of the last call had a scale.
-        Steps in between that left the layer out do not matter.
+        Steps in between that left the layer out do not matter. Otherwise all that earlier calls have left is dropped.
 
         Args:
             anew: True to begin a new sequence in any case.
@@ -60,28 +112,43 @@ class LayerState:
         anew = anew or self.form != form or self.last_step >= step_info.step or not self.fits
         self.form, self.last_step = form, step_info.step
         if anew:
-            self.begin_anew()
-            self.fits, self.follows, self.levels = True, 0, [level]
+            self.catch_up()
+            for kept in (self.needed, self.changes, self.sent, self.received, self.last, self.compared):
+                kept.clear()
+            self.failed, self.fits, self.follows, self.levels = not self.fits, True, 0, [level]
         else:
             self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
 
-    def begin_anew(self) -> None:
-        """Drop the state that earlier calls have left."""
+    def catch_up(self) -> None:
+        """Receive what the last call did not wait for."""
+        late, self.late, self.in_flight = self.late, [], 0
+        for receive in late:
+            receive()
 
     def bytes_held(self) -> int:
-        """Return the number of bytes that the state holds."""
-        return 0
+        """Return the number of bytes that the state holds, including messages in flight."""
+        held = [buffer for end in (*self.sent.values(), *self.received.values()) for buffer in end.buffers]
+        held += self.compared.values()
+        held += [x for name, x in self.last.items() if name not in self.received]
+        return sum(x.nbytes for x in held) + self.in_flight
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
         """Take the notes of the last call, combined over all ranks: one row for each of TENSORS.
 
         A row has
             [0]  the number of groups without a scale;
-            [1]  the room that the lossless codec needs (the maximum);
+            [1]  the room for each token and head in which every stream would have fit, in sixteenths of a byte (the
+                 maximum);
             [2]  the sum over groups of the change's size minus the value's size, in eighths of an octave;
             [3]  the number of groups in that sum.
+
+        Several codecs may note a call. A 0 of [1] or [3] says nothing.
         """
+        of_tensors = dict(zip(TENSORS, notes, strict=True))
         self.fits = not any(unfit for unfit, *_ in notes)
+        self.needed |= {name: needed for name, (_, needed, *_) in of_tensors.items() if needed}
+        measured = {name: 2 ** (size / (8 * groups)) for name, (_, _, size, groups) in of_tensors.items() if groups}
+        self.changes = measured or self.changes
 
     @property
     def factor(self) -> float:
@@ -113,25 +180,11 @@ def continuation(levels: Sequence[float]) -> float:
     return min(factor, 2.0) if factor > 0 else 0.0  # NaN is none
 
 
-def values_kept(settings: Any) -> int:
-    """Return the number of values of a tensor that an end keeps: 1 if only the newest is used, else 2."""
-    return 1 if settings.codec == "none" or settings.predictor == "last" else 2
-
-
-class FixedKind(NamedTuple):
-    """A kind of call that every call is made to be, for recordings."""
-
-    anew: bool  # True if it follows no other call
-    fine: bool = False  # True to code with the bits of the last steps
-    displaced: frozenset[str] = frozenset()  # the tensors that are displaced
-    share: float = 1.0  # first part of a lossless stream, as a fraction of the tensor
-
-
 class CallNotes(NamedTuple):
     """The notes of one call."""
 
     own: Tensor  # this rank's, int64 [tensors, NOTES]
-    takers: list[TakeNotes]  # called with the notes combined over all ranks
+    state: LayerState  # takes the notes combined over all ranks
 
     def of(self, name: str) -> Tensor:
         """Return the notes of one tensor, int64 [NOTES]."""
@@ -145,34 +198,28 @@ class SharedNotes:
     That happens in the background, while the next call of the model computes up to its first attention.
     """
 
-    def __init__(self, everyone: AllRanks, trace: Trace) -> None:
-        self._everyone, self._trace = everyone, trace
-        self._step_info: StepInfo | None = None  # the call of the model that the notes are of
+    def __init__(self, everyone: RankContext | None) -> None:
+        self._everyone = everyone  # the ranks that share the sequence; None for one rank, which notes nothing
+        self._trace = Trace() if everyone is None else everyone.trace
         self._noted: list[CallNotes] = []
         self._blocks: list[Tensor] = []  # their memory, for NOTED_SITES calls each
         self._deciding: tuple[list[CallNotes], LaneFuture[list[Any] | None]] | None = None
 
-    def of_call(self, device: torch.device, taker: TakeNotes) -> CallNotes:
+    def of_call(self, device: torch.device, state: LayerState) -> CallNotes:
         """Return notes for one more attention call, all zero."""
         first = len(self._noted) % NOTED_CALLS * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_CALLS * len(TENSORS), NOTES, dtype=torch.int64, device=device))
-        self._noted.append(CallNotes(self._blocks[-1][first : first + len(TENSORS)], [taker]))
+        self._noted.append(CallNotes(self._blocks[-1][first : first + len(TENSORS)], state))
         return self._noted[-1]
 
-    def begin_step(self, step_info: StepInfo) -> None:
-        """Start combining the notes of the model's last call.
-
-        Several codecs may call this with the same `step_info` object. Only the first call with it counts.
-        """
-        if step_info is self._step_info:
-            return
-        self._step_info = step_info
+    def begin_step(self) -> None:
+        """Start combining the notes of the model's last call."""
         self.hand_out()
-        if self._noted:
+        if self._noted and self._everyone is not None:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
             own = whole[: len(self._noted) * len(TENSORS)]
-            self._deciding = self._noted, self._everyone.ranks.control.submit(self._sum, own)
+            self._deciding = self._noted, self._everyone.transport.control.submit(self._sum, own)
             self._noted, self._blocks = [], []
 
     def hand_out(self) -> None:
@@ -183,8 +230,7 @@ class SharedNotes:
         with self._trace.span("wait for notes"):
             sums = pending.wait() or []
         for number, one in enumerate(noted if sums else ()):
-            for take_notes in one.takers:
-                take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
+            one.state.take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
 
     def clear(self) -> None:
         """Drop all notes."""
@@ -192,7 +238,8 @@ class SharedNotes:
 
     def _sum(self, own: Tensor) -> list[Any] | None:
         """Gather every rank's notes and combine them. Return None for meta tensors, which predictions have."""
-        topology, ranks = self._everyone
+        assert self._everyone is not None, "one rank notes nothing"
+        topology, ranks = self._everyone.topology, self._everyone.transport
         with self._trace.span("gather notes", "control"):
             parts = [torch.empty_like(own) for _ in range(ranks.size)]
             ranks.world.all_gather(own, parts).wait()
@@ -202,48 +249,6 @@ class SharedNotes:
         total = of_ranks.sum(0)
         total[:, NEEDED] = of_ranks[..., NEEDED].amax(0)
         return None if total.is_meta else total.tolist()
-
-
-@dataclass
-class End:
-    """The values of one tensor at the last calls, at its sender or its receiver.
-
-    The buffers are contiguous, and take turns in being the newest.
-    """
-
-    buffers: list[Tensor]
-
-    def newest(self, call: int) -> Tensor:
-        """Return the newest values that call number `call` (from 1) finds."""
-        return self.buffers[(call - 1) % len(self.buffers)]
-
-    def known(self, call: int, rows: slice) -> Reconstructions:
-        """Return some rows for that call: the newest values, and the older ones that it writes over."""
-        last, written = self.newest(call), self.written(call)
-        return Reconstructions(last[:, rows], None if written is last else written[:, rows])
-
-    def written(self, call: int) -> Tensor:
-        """Return the buffer that the values of call number `call` are written to."""
-        return self.buffers[call % len(self.buffers)]
-
-
-@dataclass
-class LayerEnds(LayerState):
-    """The values of a layer that both ends hold, by tensor.
-
-    Of q, k and v the sender has its own rows and all heads, the receiver all rows and its own heads. Of the output it
-    is the other way round.
-    """
-
-    sent: dict[str, End] = field(default_factory=dict)  # values of tensors that this rank sends
-    received: dict[str, End] = field(default_factory=dict)  # values of tensors that it receives
-
-    def begin_anew(self) -> None:
-        self.sent, self.received = {}, {}
-
-    def bytes_held(self) -> int:
-        ends = (*self.sent.values(), *self.received.values())
-        return sum(buffer.nbytes for end in ends for buffer in end.buffers)
 
 
 @dataclass
@@ -304,32 +309,57 @@ class CodedStep:
 
 
 class StatefulCodec(Codec):
-    """A codec that keeps every layer's last values, and decides by what all ranks noted about the last call. A single
-    rank codes nothing."""
+    """A codec that keeps a state of every layer. A single rank codes nothing."""
 
     keeps_state = True
-    fixed_kind: FixedKind | None = None  # the kind that every call is made to be, in recordings
+    fixed_kind: CallKind | None = None  # the kind that every call is made to be, in recordings
+    agrees = True
+    steps_to_settle = 2  # in these there is no linear prediction, no comparison with it, and nothing in flight
     step_notes: type[StepNotes] = CodedStep
     _report: defaultdict[int, Any]
 
-    def __init__(self, settings: Any, exchange: Exchange | None, ranks: Any, everyone: AllRanks) -> None:
+    def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: RankContext | None = None) -> None:
         """Create the codec.
 
         Args:
             everyone: the ranks that share the sequence, which decide together.
         """
-        super().__init__(settings, exchange, ranks)
-        self.kept, self._report = values_kept(settings), defaultdict(self.step_notes)
-        self.notes = None if exchange is None else SharedNotes(everyone, exchange.trace)
+        super().__init__(settings, exchange)
+        self._report = defaultdict(self.step_notes)
+        # values of a tensor that an end keeps: the newest, and the one before if predictions use it
+        self.kept = 1 if settings.predictor == "last" else 2
+        self.notes = SharedNotes(everyone)
+        self._layers: dict[LayerKey, LayerState] = {}
+        self._first: dict[str, None] = {}  # a set: the layers of this run that are coded
+
+    def open(self, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> Transfer:
+        if self.codes(layer_key.layer):
+            return self.transfer(self, exchange, layout, layer_key)
+        self.note_whole()
+        return Transfer(exchange, layout, layer_key.kind)
+
+    def codes(self, layer: str) -> bool:
+        """Return True if a layer is one of the first `state_layers` layers, which are coded.
+
+        The result is the same on every rank, because all models call their layers in the same order.
+        """
+        if self.settings.state_layers is None:
+            return True
+        if len(self._first) < self.settings.state_layers:
+            self._first[layer] = None
+        return layer in self._first
+
+    def state_of(self, layer_key: LayerKey) -> LayerState:
+        """Return the state of a layer and branch, which is created at its first call."""
+        return self._layers.setdefault(layer_key, LayerState())
 
     @property
     def fine(self) -> bool:
         """True at the last steps, whose errors no later step corrects."""
         if self.fixed_kind is not None:
             return self.fixed_kind.fine
-        return (
-            self.step_info.steps is not None and self.step_info.step >= self.step_info.steps - self.settings.fine_steps
-        )
+        _, step, steps, _ = self.step_info
+        return steps is not None and step >= steps - self.settings.fine_steps
 
     @property
     def noted_step(self) -> Any:
@@ -337,52 +367,77 @@ class StatefulCodec(Codec):
         return self._report[self.step_info.step]
 
     def note_whole(self) -> None:
+        """Record a call whose tensors are sent as they are because its layer is not coded."""
         self.noted_step.add()
 
     def begin_step(self, step_info: StepInfo) -> None:
         """Begin a call of the model, and start combining all ranks' notes of the last one."""
         super().begin_step(step_info)
-        if self.notes is not None:
-            self.notes.begin_step(step_info)
+        self.notes.begin_step()
+
+    def catch_up(self) -> None:
+        """Receive what the last calls of all layers did not wait for."""
+        for state in self._layers.values():
+            state.catch_up()
+
+    def forget(self, layer_key: LayerKey) -> None:
+        if layer_key in self._layers:
+            self._layers.pop(layer_key).catch_up()
 
     def end(self, drain: bool = True) -> None:
-        if self.notes is not None:
-            if drain:
-                self.notes.hand_out()
-            self.notes.clear()
-        super().end(drain)
+        if drain:
+            self.notes.hand_out()
+            self.catch_up()
+        self.notes.clear()
+        self._layers.clear()
+        self._first.clear()
+
+    def bytes_held(self) -> int:
+        return sum(state.bytes_held() for state in self._layers.values())
+
+    # For plans and recordings -----------------------------------------------------------------------------------------
+
+    def kinds_of_steps(self, steps: int, stable: float, displaced: TensorSets) -> StepKinds:
+        """Return the kinds of every step's calls: the first step is whole, the last ones are fine and wait for all."""
+        fine = CallKind(fine=True)
+        finer = fine if self.sent_bytes(HEAD, 2, fine) != self.sent_bytes(HEAD, 2) else CODED
+        found = [{WHOLE: 1.0}, *[{finer: 1.0}] * (steps - 1)]
+        for step in range(1, steps - self.settings.fine_steps):
+            found[step] = {CallKind(displaced=names): part for names, part in displaced[step].items()}
+        return found
+
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
+        """Return the bytes that a layer keeps, exactly: the reconstructions of both ends."""
+        cells = [L * sum(layout.heads) + sum(layout.rows) * G for L, G in zip(layout.rows, layout.heads, strict=True)]
+        return [{"reconstructions": len(TENSORS) * self.kept * batch * head_dim * itemsize * count} for count in cells]
+
+    def hold_at(self, kind: CallKind) -> None:
+        self.fixed_kind = kind
+
+    def agree(self) -> None:
+        self.notes.hand_out()
 
 
-class LayerCall(EncodedCall):
+class StatefulCall(Transfer):
     """An attention call of a codec that keeps a state of its layer."""
-
-    state: LayerState
-
-    def __init__(self, codec: Codec, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
-        super().__init__(layout)
-        self._codec, self.state, self._layer = codec, codec.state_of(layer_key), layer_key.kind
-        self._exchange, self._kernels, self._trace = exchange, exchange.kernels, exchange.trace
-
-    def sent_rows(self, name: str) -> int:
-        """Return the number of rows of a tensor that this rank sends: all of the sequence for the output, else its
-        own."""
-        return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self._exchange.rank]
-
-
-class StatefulCall(LayerCall):
-    """An attention call of a codec that predicts tensors from the last calls."""
 
     _codec: StatefulCodec
     number: int  # index of the call in its sequence of calls, from 0; set by `begin`
     noted: CallNotes | None = None
 
+    def __init__(self, codec: StatefulCodec, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
+        super().__init__(exchange, layout, layer_key.kind)
+        self._codec, self.state = codec, codec.state_of(layer_key)
+
+    def sent_rows(self, name: str) -> int:
+        """Return the number of rows of a tensor that this rank sends: all of the sequence for the output, else its
+        own."""
+        return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self.rank]
+
     def begin(self, like_BLHD: Tensor) -> None:
         """Take the notes of earlier calls, and decide whether this call follows the last one."""
         codec = self._codec
-        assert codec.notes is not None, "one rank alone codes nothing"
-        self._notes = codec.notes
-        self._notes.hand_out()
-        self.state.begin(
-            like_BLHD, self.layout, codec.step_info, codec.fixed_kind is not None and codec.fixed_kind.anew
-        )
+        codec.notes.hand_out()
+        anew = codec.fixed_kind is not None and codec.fixed_kind.whole
+        self.state.begin(like_BLHD, self.layout, codec.step_info, anew)
         self.number = self.state.follows

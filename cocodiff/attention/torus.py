@@ -62,7 +62,7 @@ class Torus:
         self._expect_in_order()
         numbers, layer = range(len(self._rows)), self._transfer.layer
         between = len(self._key_groups) - 2 + (self._ring.mesh.ring - 1 if self._ring else 0)
-        back, keys = OutputSender(self._staged, self._transfer.end), self._keys()
+        back, keys = OutputSender(self._staged, self._transfer), self._keys()
         with self._trace.span("attention", layer=layer):
             first, running = next(keys), []
             for number in numbers:

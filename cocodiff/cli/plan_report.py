@@ -18,6 +18,7 @@ from cocodiff.config.grouping import by_key
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.config.text_table import aligned
 from cocodiff.engine.assemble import AttentionWork, with_codec_chosen
+from cocodiff.exchange.codec import CallKind
 from cocodiff.jobs.options import engine_record
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
@@ -26,7 +27,6 @@ from cocodiff.planner.automatic import price_meshes
 from cocodiff.planner.beliefs import WORTH_SAYING, choices_of, ends_of, pays, turning_points, uncoded
 from cocodiff.planner.case import Case
 from cocodiff.planner.choice import Choice, Division
-from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, StepPlan, plan_layers
 from cocodiff.planner.memory import KEPT, MIB, Peaks, RankMemory, add, largest_batch, mib, misfit, size_peaks, size_run
@@ -577,7 +577,7 @@ def messages(case: Case) -> list[str]:
     if topology.size == 1:
         return lines
     layout = case.mesh.layouts(case.segments, case.shape.heads)[group]
-    cell = case.batch * costs_of(case.config).sent_bytes(case.shape.head_dim, case.itemsize)
+    cell = case.batch * case.codec.sent_bytes(case.shape.head_dim, case.itemsize)
     names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
     for name in names:
         for number, phase in enumerate(plan_of(topology, slot, name, case.config.nic_balance), 1):

@@ -382,7 +382,7 @@ class SubTransport(Transport):
         self._closed = True
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RankContext:
     """The transport, places, record and kernels of one rank among the ranks that it computes with."""
 
@@ -390,6 +390,23 @@ class RankContext:
     topology: Topology  # the places of these ranks
     trace: Trace  # counts the bytes that this rank sends
     kernels: Kernels
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among these ranks."""
+        return self.transport.rank
+
+    def count(self, peer: int, sent_bytes: int, whole_bytes: int = 0) -> None:
+        """Count bytes in the trace by the class of the link to a peer.
+
+        Args:
+            peer: the rank that they are sent to.
+            sent_bytes: bytes of the message.
+            whole_bytes: the bytes that the message would have without encoding.
+        """
+        link = self.topology.link_class(self.rank, peer)
+        self.trace.count(link, sent_bytes)
+        self.trace.count(link, whole_bytes, purpose="whole")
 
 
 def check_counts(peers: int, *lists: list[Tensor]) -> None:

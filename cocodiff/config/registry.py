@@ -40,14 +40,6 @@ EXACT_CODECS = ("none", "lossless")  # the codecs that do not change tensors
 ARRIVALS = dict.fromkeys(("displaced", "adaptive"), "cocodiff.attention.displaced:Displaced")
 # The setting `step_cache`, which also takes "none": the rule by which calls of a model are not computed in full.
 STEP_CACHES = {"first_block": "cocodiff.engine.step_cache:FirstBlockCache"}
-# The costs of a codec for the planner (`planner/costs.py`), by the codec's import string. A codec that is not here is
-# taken to send whole tensors and to keep nothing.
-COSTS = {
-    SELECTIONS["v_major"]: "cocodiff.planner.costs:VMajorCosts",
-    CODECS["auto"]: "cocodiff.planner.costs:ResidualCosts",
-    CODECS["lossless"]: "cocodiff.planner.costs:ResidualCosts",
-    ARRIVALS["displaced"]: "cocodiff.planner.costs:ResidualCosts",
-}
 # The dataclass of an engine's settings, from which the command line, settings files and sweeps are made.
 RECORDS = {"engine": "cocodiff.config.config:Config"}
 

@@ -9,7 +9,7 @@ from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.transport import TOGETHER, RankContext, SubTransport
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, RINGS, SELECTIONS, imported, load, planner
-from cocodiff.exchange.codec import AllRanks, Codec
+from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology import Topology
@@ -53,7 +53,7 @@ def build_strategy(config: Config, mesh: Mesh, context: RankContext, local: Loca
         together = TOGETHER[config.messages]
         of_group = replace(context, transport=members, topology=topology)
         exchange = Exchange(config.exchange, of_group, table, config.nic_balance, chunked, together)
-    codec = codec_class(config)(config, exchange, members, AllRanks(mesh.topology, transport))
+    codec = codec_class(config)(config, exchange, context)
     return Ulysses(topology, exchange, context.trace, load(ORDERS, config.order), codec, local, ring)
 
 

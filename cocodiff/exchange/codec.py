@@ -1,19 +1,19 @@
 """The base of codecs, which decide what is sent instead of a tensor and how the receiver restores the tensor.
 
 A `Codec` belongs to one rank's attention for as long as the engine exists; the engine calls its lifecycle. For every
-attention call it makes an `EncodedCall` (`outgoing.py`) and the `Transfer` that sends it. An encoded call encodes on
-the sender's lane and decodes on the thread where the receiver waits.
+attention call it makes a `Transfer` (`transfer.py`), which encodes on the sender's lane and decodes on the thread where
+the receiver waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from cocodiff.comm.transport import Transport
+from cocodiff.comm.transport import RankContext
+from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
@@ -29,11 +29,19 @@ class StepInfo(NamedTuple):
     sigma: float | None = None
 
 
-class AllRanks(NamedTuple):
-    """The ranks that share a sequence: those of one Ulysses group or, with a ring, of several."""
+class CallKind(NamedTuple):
+    """A kind of attention calls that cost the same."""
 
-    topology: Topology  # their places
-    ranks: Transport  # their transport
+    whole: bool = False  # True for a run's first calls, without a prediction: tensors whole, or coded in most bits
+    stable: float = 0.0  # the fraction of tokens that are not sent
+    fine: bool = False  # True with the bits of the last steps
+    displaced: str = ""  # names of the tensors that no call waits for, as "qkv"
+
+
+WHOLE, CODED = CallKind(whole=True), CallKind()
+StepKinds = list[dict[CallKind, float]]  # for every step, the kinds of its calls with their fraction of the calls
+TensorSets = Sequence[Mapping[str, float]]  # for every step, tensors that are displaced together, as "qkv", likewise
+StateBytes = list[Mapping[str, int]]  # for every rank of a group, bytes by field of `RankMemory`
 
 
 class StepNotes(Protocol):
@@ -67,62 +75,32 @@ class Codec:
     # True if memory is held between calls. Then a run is checked for memory before it starts. A mesh then has no ring
     # if there are enough heads, because a ring's messages are not coded.
     keeps_state = False
-    layer_state: type[Any] = object  # class of the state that is kept for a layer
-    transfer: type[Transfer] = Transfer  # class that sends coded calls
+    agrees = False  # True if ranks gather decisions in each coded call of the model, which waits for them
+    transfer: Callable[..., Transfer] = Transfer  # class of the transfers of layers that are coded
+    steps_to_settle = 0  # coded calls after a whole one until all further calls cost the same
     step_info = StepInfo(-1, 0, None)  # position of the model's current call
 
     def __init__(
-        self,
-        settings: Any = None,
-        exchange: Exchange | None = None,
-        ranks: Any = None,
-        everyone: AllRanks | None = None,
+        self, settings: Config | None = None, exchange: Exchange | None = None, everyone: RankContext | None = None
     ) -> None:
         """Create the codec of one rank of a Ulysses group.
 
         Args:
-            settings: the engine's.
-            exchange: of the group; None for one rank.
-            ranks: the group's transport.
-            everyone: the group's ranks and, with a ring, those of the other groups.
+            settings: the engine's; None for the defaults.
+            exchange: of the group; None for one rank, or for questions that need no messages.
+            everyone: this rank among the ranks that share the sequence, which are the group's and, with a ring, those
+                of the other groups; None with no exchange.
         """
-        self.settings, self._exchange, self.ranks = settings, exchange, ranks
-        self._layers: dict[Any, Any] = {}
+        self.settings, self._exchange = settings or Config(), exchange
         self._report: dict[int, Any] = {}
-        self._first: dict[str, None] = {}  # a set: the layers of this run that are coded
 
-    def call(self, exchange: Exchange, layout: Layout, layer_key: Any) -> EncodedCall:
-        """Return the encoded call for one attention call.
+    def open(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
+        """Return the transfer of one attention call. Its tensors are sent as they are if its layer is not coded.
 
         Args:
             layer_key: the layer and guidance branch.
         """
-        return EncodedCall(layout)
-
-    def open(self, exchange: Exchange, layout: Layout, layer_key: Any) -> Transfer:
-        """Return the transfer of one attention call. Its tensors are sent as they are if its layer is not coded."""
-        if self.codes(layer_key.layer):
-            return self.transfer(exchange, self.call(exchange, layout, layer_key), layer_key.kind)
-        self.note_whole()
-        return Transfer(exchange, EncodedCall(layout), layer_key.kind)
-
-    def codes(self, layer: str) -> bool:
-        """Return True if a layer is one of the first `state_layers` layers, which are coded.
-
-        The result is the same on every rank, because all models call their layers in the same order.
-        """
-        if not self.keeps_state or self.settings.state_layers is None:
-            return True
-        if len(self._first) < self.settings.state_layers:
-            self._first[layer] = None
-        return layer in self._first
-
-    def note_whole(self) -> None:
-        """Record a call whose tensors are sent as they are because its layer is not coded."""
-
-    def state_of(self, layer_key: Any) -> Any:
-        """Return the state of a layer and branch, which is created at its first call."""
-        return self._layers.setdefault(layer_key, self.layer_state())
+        return self.transfer(exchange, layout, layer_key.kind)
 
     def begin_step(self, step_info: StepInfo) -> None:
         """Begin a call of the model: of another run, another step, or another guidance branch of the same step."""
@@ -132,7 +110,6 @@ class Codec:
 
     def forget(self, layer_key: Any) -> None:
         """Free the state of a layer whose next call is made by other ranks."""
-        self._layers.pop(layer_key, None)
 
     def end(self, drain: bool = True) -> None:
         """Free all memory, when the engine is left or a new run begins.
@@ -140,12 +117,10 @@ class Codec:
         Args:
             drain: True to receive messages in flight first; False after a failure.
         """
-        self._layers.clear()
-        self._first.clear()
 
     def bytes_held(self) -> int:
         """Return the largest number of bytes held between calls now, including messages in flight."""
-        return sum(state.bytes_held() for state in self._layers.values())
+        return 0
 
     def report(self) -> Mapping[int, StepNotes]:
         """Return the records of every step so far, to be merged over ranks."""
@@ -154,3 +129,49 @@ class Codec:
     def forget_report(self) -> None:
         """Empty the report."""
         self._report.clear()
+
+    # For plans and recordings. A plan asks a codec without an exchange. -----------------------------------------------
+
+    def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
+        """Return the bytes on the wire of one token for one head, of each of q, k, v and the output."""
+        return head_dim * itemsize
+
+    def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """Return the number of rows that every rank of a group sends, of each of q, k and v."""
+        return layout.rows
+
+    def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
+        """Return the bytes that every rank of a group additionally sends each other rank in a call, for one batch
+        row."""
+        return [0.0] * topology.size
+
+    def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
+        """Return the launches, gathers of all ranks, and waits of the host for the device, before v is sent.
+
+        Args:
+            tiles: number of tiles of a card.
+        """
+        return 0, 0, 0
+
+    def kinds_of_steps(self, steps: int, stable: float, displaced: TensorSets) -> StepKinds:
+        """Return the kinds of every step's calls.
+
+        Args:
+            stable: fraction of the tokens that V-Major does not send, if a threshold decides.
+            displaced: tensors that are displaced in steps that may do so.
+        """
+        return [{WHOLE: 1.0}] * steps
+
+    def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
+        """Return the bytes that one layer keeps on every rank of a group of several, including what is in flight
+        between its calls."""
+        return [{}] * topology.size
+
+    def hold_at(self, kind: CallKind) -> None:
+        """Make every call one of this kind, as far as possible. A call that follows no other is always whole."""
+
+    def agree(self) -> None:
+        """Wait for the decisions that `begin_step` has ranks gather. The next call would wait for them anyway."""
+
+    def catch_up(self) -> None:
+        """Receive what calls have sent and did not wait for."""

@@ -11,8 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from cocodiff.comm.transport import Group, Lane, LaneFuture, RankContext
+from cocodiff.config.errors import UserError
 from cocodiff.config.registry import EXCHANGES
-from cocodiff.exchange.messages import BlockSet, InOrder, Port, Target, run_phase, run_pipelined
+from cocodiff.exchange.messages import BlockSet, Target, run_phase, run_pipelined
 from cocodiff.exchange.outgoing import Outgoing
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, chunk_ranks, megabytes_per_rank
 from cocodiff.topology.routes.plans import Phase, Plan, plan_of, reverse
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Exchange:
+class Exchange(RankContext):
     """The part of one rank in an exchange among the ranks of a topology."""
 
     def __init__(
@@ -45,9 +46,8 @@ class Exchange:
             together: see `Transport.group`. It is off with stages, because ranks post their messages in different
                 orders.
         """
-        transport, topology, self._table = context.transport, context.topology, table
-        self.rank, self.topology, self.trace, self.kernels = transport.rank, topology, context.trace, context.kernels
-        self.port = Port(self.rank, topology, self.kernels, self.trace)
+        super().__init__(context.transport, context.topology, context.trace, context.kernels)
+        transport, topology, self._table = self.transport, self.topology, table
         known = EXCHANGES if name == "auto" else (name,)
         self.plans: dict[str, Plan] = {one: plan_of(topology, self.rank, one, nic_balance) for one in known}
         self._name = next(iter(self.plans))
@@ -55,7 +55,7 @@ class Exchange:
         # and k are in their first. Other exchanges are one job on the plane lane.
         self._in_phases = name == "tapa"
         self.lanes: dict[str, Lane] = {}
-        self._in_order = InOrder()
+        self._failed: Exception | None = None  # the error of the first job that failed
         self.groups: dict[str, Group] = {}
         from cocodiff.comm.groups import group_ranks
 
@@ -72,7 +72,7 @@ class Exchange:
         if chunking is not None and len(chunk_ranks(topology, self.rank, chunking.chunks)) > 1:
             from cocodiff.exchange.staged import StagedExchange
 
-            self.staged = StagedExchange(self.port, self.plans, self.name_of, self.groups, transport, chunking)
+            self.staged = StagedExchange(self, self.plans, self.name_of, self.groups, transport, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
         """Return the name of the exchange that blocks take: "flat", "tapa" or "split".
@@ -95,8 +95,25 @@ class Exchange:
         return self._on_lane(last.lane, partial(self.last_phase, last, before), outgoing)
 
     def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LaneFuture[T]:
-        """Submit a job to a lane. It raises the error of an earlier job that failed, see `InOrder`."""
-        return self.lanes[name].submit(partial(self._in_order.run, job), outgoing)
+        """Submit a job to a lane."""
+        return self.lanes[name].submit(partial(self._run_in_order, job), outgoing)
+
+    def _run_in_order(self, job: Callable[[Outgoing], T], outgoing: Outgoing) -> T:
+        """Run a job, or raise the error of an earlier one that failed.
+
+        Peers match messages in the order in which they are posted. The next job's messages would be matched with those
+        that the failed job left out, and a library may end the process where sizes differ. The lost rank is named
+        where the result is waited for.
+        """
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return job(outgoing)
+        except UserError:  # every rank has the same one
+            raise
+        except Exception as error:
+            self._failed = error
+            raise
 
     def _all_phases(self, outgoing: Outgoing) -> Target:
         """Run all phases of the plan for this size on one lane. Return the filled target.
@@ -113,7 +130,7 @@ class Exchange:
         apart = self._set_apart(outgoing, plan, blocks)
         with self.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer, apart):
             target = outgoing.target(blocks)
-            run_pipelined(self.port, plan, blocks, self.groups, target)
+            run_pipelined(self, plan, blocks, self.groups, target)
             return target
 
     def phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> BlockSet:
@@ -135,7 +152,7 @@ class Exchange:
         if self._takes_part(phase):
             apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
             with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
-                run_phase(self.port, phase, blocks, self.groups[phase.lane])
+                run_phase(self, phase, blocks, self.groups[phase.lane])
 
     def _takes_part(self, phase: Phase) -> bool:
         """Return True if this rank has messages in a phase, or the group makes one call in which all its ranks take

@@ -11,21 +11,17 @@ never idle while a fast one is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, TypeVar, cast
+from typing import cast
 
 from torch import Tensor
 
-from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, Pending
-from cocodiff.config.errors import UserError
+from cocodiff.comm.transport import Group, Pending, RankContext
 from cocodiff.kernels import Kernels, Rows, views
-from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block, Phase, Plan
 
-T = TypeVar("T")
 Groups = Mapping[str, Group]  # by the link group ("sibling", "plane") that a phase names
 SentMessages = tuple[Sequence[int], Pending]  # the ranks that messages go to, and the messages
 Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
@@ -90,11 +86,6 @@ class BlockSet:
         return {block: [next(parts) for _ in self.widths] for block in message}
 
 
-def whole_cell(tensors_BLHD: Iterable[Tensor]) -> int:
-    """Return the bytes of one token and head of tensors as they are, all tensors together."""
-    return sum([len(x) * x.shape[-1] * x.element_size() for x in tensors_BLHD])
-
-
 class Target:
     """The tensors that an exchange fills."""
 
@@ -131,62 +122,22 @@ def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> 
     return views(x_BTHW.view(-1), [(B, size, H, W) if dim == 1 else (B, T, size, W) for size in sizes])
 
 
-class Port:
-    """The packing and byte counting of one rank's messages."""
-
-    def __init__(self, rank: int, topology: Topology, kernels: Kernels, trace: Trace) -> None:
-        self.rank, self.topology, self.kernels, self.trace = rank, topology, kernels, trace
-
-    def count(self, peer: int, sent_bytes: int, whole_bytes: int = 0) -> None:
-        """Count bytes in the trace by the class of the link to a peer.
-
-        Args:
-            whole_bytes: the bytes that the message would have without encoding.
-        """
-        link = self.topology.link_class(self.rank, peer)
-        self.trace.count(link, sent_bytes)
-        self.trace.count(link, whole_bytes, purpose="whole")
-
-    def pack(self, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:
-        """Copy all messages to their buffers in one launch."""
-        pieces = [piece for message in messages for piece in message]
-        if any(isinstance(piece, Rows) for piece in pieces):
-            self.kernels.gather_pack(messages, buffers)
-        elif messages:
-            self.kernels.pack(cast(Sequence[Sequence[Tensor]], messages), buffers)
+def pack(kernels: Kernels, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:
+    """Copy all messages to their buffers in one launch."""
+    if any(isinstance(piece, Rows) for message in messages for piece in message):
+        kernels.gather_pack(messages, buffers)
+    elif messages:
+        kernels.pack(cast(Sequence[Sequence[Tensor]], messages), buffers)
 
 
-class InOrder:
-    """The runner of one rank's jobs whose messages peers match in the order in which they are posted.
-
-    After a job failed, no other job runs. Otherwise the next job's messages would be matched with those that the failed
-    job left out, and a library may end the process where sizes differ. The lost rank is named where the result is
-    waited for.
-    """
-
-    def __init__(self) -> None:
-        self._failed: Exception | None = None
-
-    def run(self, job: Callable[..., T], *given: Any) -> T:
-        """Run a job, or raise the error of an earlier one that failed."""
-        if self._failed is not None:
-            raise self._failed
-        try:
-            return job(*given)
-        except UserError:  # every rank has the same one
-            raise
-        except Exception as error:
-            self._failed = error
-            raise
-
-
-def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
+def run_phase(here: RankContext, phase: Phase, held: BlockSet, group: Group) -> None:
     """Send and receive all messages of a phase at once, wait for them, and add the received blocks to `held`."""
     received, receives = held.buffers(phase.receives.values())
     _, sends = held.buffers(phase.sends.values())
-    port.pack([[part for b in message for part in held.blocks[b]] for message in phase.sends.values()], sends)
+    pieces = [[part for b in message for part in held.blocks[b]] for message in phase.sends.values()]
+    pack(here.kernels, pieces, sends)
     for peer, message in phase.sends.items():
-        port.count(peer, held.bytes(message), held.whole_bytes(message))
+        here.count(peer, held.bytes(message), held.whole_bytes(message))
     index = group.ranks.index
     group.collective(
         [(sent, index(peer)) for peer, sent in zip(phase.sends, sends, strict=True)],
@@ -195,9 +146,9 @@ def run_phase(port: Port, phase: Phase, held: BlockSet, group: Group) -> None:
     held.blocks |= held.views([b for message in phase.receives.values() for b in message], received)
 
 
-def run_pipelined(port: Port, plan: Plan, held: BlockSet, groups: Groups, target: Target) -> None:
+def run_pipelined(here: RankContext, plan: Plan, held: BlockSet, groups: Groups, target: Target) -> None:
     """Send and receive all messages of a plan. Blocks that are already here are put in place meanwhile."""
-    flight = InFlight(port, held)
+    flight = InFlight(here, held)
     flight.post_receives(plan, groups)
     sending = flight.send(plan, groups)
     target.place(held.blocks)
@@ -226,8 +177,8 @@ class PendingReceive:
 class InFlight:
     """The messages of one plan while they are sent and received."""
 
-    def __init__(self, port: Port, held: BlockSet) -> None:
-        self._port, self._held = port, BlockSet(held.blocks, held.layout, held.whole)
+    def __init__(self, here: RankContext, held: BlockSet) -> None:
+        self._here, self._held = here, BlockSet(held.blocks, held.layout, held.whole)
         self._phases: list[dict[int, PendingReceive]] = []
         self._bringing: dict[Block, PendingReceive] = {}
 
@@ -297,10 +248,10 @@ class InFlight:
                 sent = self._held.buffer(message)
                 pieces.append(parts)
                 buffers.append(sent)
-            self._port.count(peer, self._held.bytes(message), self._held.whole_bytes(message))
+            self._here.count(peer, self._held.bytes(message), self._held.whole_bytes(message))
             found.append(sent)
         if buffers:
-            self._port.pack(pieces, buffers)
+            pack(self._here.kernels, pieces, buffers)
         return found
 
 

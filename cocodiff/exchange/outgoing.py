@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target, blocks_of, whole_cell
-from cocodiff.kernels import Kernels
+from cocodiff.comm.transport import RankContext
+from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target, blocks_of
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
 
@@ -34,9 +34,14 @@ class EncodedCall:
     Subclasses override what they change. Routes, chunks and sizes follow from what `encode` returns.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        """Begin without encoding. `layout` is that of the tensors themselves."""
-        self.layout = layout
+    def __init__(self, here: RankContext, layout: Layout, layer: str = "") -> None:
+        """Describe a call.
+
+        Args:
+            layout: the rows and heads of every rank in the tensors themselves.
+            layer: the kind of layer, for the trace.
+        """
+        self.rank, self.kernels, self.layout, self.layer = here.rank, here.kernels, layout, layer
 
     def begin(self, like_BLHD: Tensor) -> None:
         """Prepare the call, once, on the thread that attends, before the first tensor is sent.
@@ -79,7 +84,6 @@ class EncodedCall:
 
     share = 1.0  # bytes of an encoded tensor as a fraction of the tensor's
     measures = False  # True if encoding measures by how much tensors change
-    noted: Any = None  # the notes that encoding writes; None if it writes none
     continues = False  # True if `operand` extrapolates from the last values of a tensor
 
     def displace(self, names: frozenset[str]) -> None:
@@ -88,15 +92,6 @@ class EncodedCall:
     def operand(self, name: str, last: Tensor) -> Tensor:
         """Return the operand for a displaced tensor, given the value `last` of the last call."""
         return last
-
-
-class CallEnd(NamedTuple):
-    """The part of one rank in an attention call."""
-
-    rank: int  # this rank
-    kernels: Kernels  # packs and unpacks
-    coded: EncodedCall  # encodes and decodes
-    layer: str  # kind of layer, for the trace
 
 
 class Outgoing:
@@ -108,7 +103,7 @@ class Outgoing:
 
     def __init__(
         self,
-        end: CallEnd,
+        call: EncodedCall,
         tensors: Mapping[str, Tensor],
         ranks: Sequence[int] | None = None,
         purpose: str | None = None,
@@ -116,20 +111,22 @@ class Outgoing:
         """Prepare tensors for sending; they are encoded later.
 
         Args:
+            call: encodes and decodes.
             ranks: the ranks whose rows of OUTPUT these are, consecutive in the sequence; None for all.
             purpose: the purpose that the bytes are also counted for in the trace; None for attention only.
         """
-        self.end, self.coded, self.layer, self.purpose = end, end.coded, end.layer, purpose
+        self.call, self.layer, self.purpose = call, call.layer, purpose
         self.names, self._tensors = tuple(tensors), tensors
         self.label = " ".join(filter(None, (purpose, "".join(tensors))))  # name of spans in the trace
-        self.layout: Layout = end.coded.layout  # of the payloads, once tensors were encoded
-        self._whole = self.layout, whole_cell(tensors.values())
+        self.layout: Layout = call.layout  # of the payloads, once tensors were encoded
+        # the bytes of one token and head as they are, all tensors together
+        self._whole = self.layout, sum(len(x) * x.shape[-1] * x.element_size() for x in tensors.values())
         self._encoded: Encoded | None = None
         self._in_turn = False  # True if blocks are encoded separately and lie one after the other
         self.way = "back" if OUTPUT in tensors else "forward"
         # The ranks that blocks are sent to, and the rows that are given: of this rank's, or of the sequence.
         self._ranks: Sequence[int] = range(len(self.layout.heads))
-        self._rows = slice(0, self.layout.rows[end.rank])
+        self._rows = slice(0, self.layout.rows[call.rank])
         if self.way == "back":
             self._ranks = self.layout.in_sequence if ranks is None else ranks
             self._rows = self.layout.rows_of(self._ranks)
@@ -150,7 +147,7 @@ class Outgoing:
 
     def encoded(self) -> Encoded:
         """Return the payloads to send instead of the tensors."""
-        return self.coded.encode(self._tensors, self._rows, self._ranks)
+        return self.call.encode(self._tensors, self._rows, self._ranks)
 
     def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
         """Cut payloads into a block for each rank that they go to: forward by heads, back by rows.
@@ -161,11 +158,11 @@ class Outgoing:
 
     def target(self, here: BlockSet) -> Target:
         """Allocate the tensors that blocks like these fill."""
-        forward, own, layout = self.way == "forward", self.end.rank, self.layout
+        forward, own, layout = self.way == "forward", self.call.rank, self.layout
         rows, heads = (sum(layout.rows), layout.heads[own]) if forward else (layout.rows[own], sum(layout.heads))
         received = [here.like.new_empty((len(here.like), rows, heads, width)) for width in here.widths]
         places = self._by_block(received, forward, self.senders, self._in_turn)
-        return Target(received, places, self.end.kernels)
+        return Target(received, places, self.call.kernels)
 
     def _by_block(
         self, tensors: Sequence[Any], by_rows: bool, ranks: Sequence[int], in_turn: bool = False
@@ -180,7 +177,7 @@ class Outgoing:
             ranks: the rank at the other end of each block, in the order of the blocks in a tensor.
             in_turn: True if blocks were encoded separately and lie one after the other in memory.
         """
-        own, layout = self.end.rank, self.layout
+        own, layout = self.call.rank, self.layout
         sizes, dim = ([layout.rows[rank] for rank in ranks], 1) if by_rows else (layout.heads, 2)
         parts = [x if isinstance(x, list) else blocks_of(x, sizes, dim, in_turn) for x in tensors]
         blocks = [Block(rank, own) if by_rows else Block(own, rank) for rank in ranks]
@@ -204,7 +201,7 @@ class Outgoing:
         """
         by_name = dict(zip(self.names, received, strict=True))
         rows = slice(0, received[0].shape[1]) if chunk is None else self.layout.rows_of(chunk)
-        return self.coded.decode(by_name, rows, self.senders if chunk is None else chunk)
+        return self.call.decode(by_name, rows, self.senders if chunk is None else chunk)
 
     @property
     def senders(self) -> Sequence[int]:

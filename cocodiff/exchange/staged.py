@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from cocodiff.comm.transport import LaneFuture, Pending, Transport
-from cocodiff.exchange.messages import BlockSet, Groups, InFlight, Port, SentMessages, Target
-from cocodiff.exchange.outgoing import OUTPUT, CallEnd, Outgoing, TensorFuture
+from cocodiff.comm.transport import LaneFuture, Pending, RankContext, Transport
+from cocodiff.exchange.messages import BlockSet, Groups, InFlight, SentMessages, Target
+from cocodiff.exchange.outgoing import OUTPUT, EncodedCall, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
 from cocodiff.topology.routes.plans import Block, Plan
@@ -33,7 +33,7 @@ class StagedExchange:
 
     def __init__(
         self,
-        port: Port,
+        here: RankContext,
         plans: Mapping[str, Plan],
         name_of: Callable[[BlockSet], str],
         groups: Groups,
@@ -47,8 +47,8 @@ class StagedExchange:
             name_of: returns the name of the plan for a set of blocks.
             groups: the groups for messages that leave at once.
         """
-        topology, stages = port.topology, Stages(port.topology, port.rank, chunking.chunks)
-        self._port, self._from_mb, self.name_of = port, chunking.from_mb, name_of
+        topology, stages = here.topology, Stages(here.topology, here.rank, chunking.chunks)
+        self._here, self._from_mb, self.name_of = here, chunking.from_mb, name_of
         self.chunks, self.sequence, self.hearing = stages.chunks, sum(stages.chunks, ()), stages.hearing
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
@@ -115,19 +115,20 @@ class StagedExchange:
 
     def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
         """Post all receives of a stage, and send what leaves at once."""
-        port, outgoing = self._port, started.outgoing
-        with port.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
+        here, outgoing = self._here, started.outgoing
+        with here.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer):
             parts = started.begin()[number]
-            flight = InFlight(port, started.blocks)
+            flight = InFlight(here, started.blocks)
             for plan, groups in zip(parts, self._groups, strict=False):
                 flight.post_receives(plan, groups)
             for pending in started.leaving if in_order else ():
                 pending.wait()
             sent = flight.send(parts[0], self._groups[0])
             self._sent.extend(sent)
-            node = [place.node for place in port.topology.places]
-            here = node[port.rank]
-            started.leaving = [pending for peers, pending in sent if any(node[peer] != here for peer in peers)]
+            node = [place.node for place in here.topology.places]
+            started.leaving = [
+                pending for peers, pending in sent if any(node[peer] != node[here.rank] for peer in peers)
+            ]
             return started, flight
 
     def _pass_on(self, posted: LaneFuture[tuple[Started, InFlight]], number: int, part: int) -> None:
@@ -142,9 +143,9 @@ class StagedExchange:
         """Wait for a stage's messages and put their blocks in place. Return the tensor that is being filled."""
         for sent in passed_on:
             sent.wait()
-        port, (started, flight) = self._port, posted.wait()
-        with port.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
-            own = Block(port.rank, port.rank)
+        here, (started, flight) = self._here, posted.wait()
+        with here.trace.span(f"{started.outgoing.label} plane", "plane", started.outgoing.layer):
+            own = Block(here.rank, here.rank)
             if number == 0:  # the block that stays here belongs to the first chunk
                 started.target.place({own: started.blocks.blocks[own]})
             flight.land(started.target)
@@ -190,15 +191,15 @@ class Started:
 class OutputSender:
     """The sender of attention's output to the ranks of its rows, the last chunk first."""
 
-    def __init__(self, staged: StagedExchange, end: CallEnd) -> None:
-        self._staged, self._end = staged, end
+    def __init__(self, staged: StagedExchange, call: EncodedCall) -> None:
+        self._staged, self._call = staged, call
         self._first: Started | None = None
         self._landed: list[LaneFuture[Tensor]] = []
 
     def push(self, number: int, out_BTGD: Tensor) -> None:
         """Send a finished chunk's rows, [B, T, G, D]."""
         staged = self._staged
-        started = Started(staged, Outgoing(self._end, {OUTPUT: out_BTGD}, staged.chunks[number]), self._first)
+        started = Started(staged, Outgoing(self._call, {OUTPUT: out_BTGD}, staged.chunks[number]), self._first)
         self._first = self._first or started
         self._landed.append(staged.post(started, number)())
 

@@ -18,36 +18,33 @@ from torch import Tensor
 from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Target
-from cocodiff.exchange.outgoing import OUTPUT, CallEnd, EncodedCall, Outgoing, TensorFuture
+from cocodiff.exchange.outgoing import OUTPUT, EncodedCall, Outgoing, TensorFuture
+from cocodiff.topology.layout import Layout
 
 TENSORS = 3  # number of tensors of a call: q, k and v, in any order
 
 
-class Transfer:
-    """The messages of one attention call on one rank."""
+class Transfer(EncodedCall):
+    """The messages of one attention call on one rank.
+
+    A codec's subclass says by `encode` and `decode` what is sent, and by `post` and `back` when, where that differs.
+    """
 
     # True if tensors arrive chunk by chunk. Known once something was sent, and the same on every rank.
     in_stages = False
 
-    def __init__(self, exchange: Exchange, coded: EncodedCall, layer: str = "") -> None:
-        """Open the messages of a call.
-
-        Args:
-            coded: encodes and decodes the tensors.
-            layer: the kind of layer, for the trace.
-        """
-        self.exchange, self.coded, self.layer, self.layout = exchange, coded, layer, coded.layout
-        self.end = CallEnd(exchange.rank, exchange.kernels, coded, layer)
-        self._sent = 0
+    def __init__(self, exchange: Exchange, layout: Layout, layer: str = "") -> None:
+        super().__init__(exchange, layout, layer)
+        self.exchange, self._given = exchange, 0
 
     def send(self, **tensors_BLHD: Tensor) -> dict[str, TensorFuture]:
         """Start sending this rank's rows of some tensors, each [B, L, H, D]. Return their futures by name.
 
         Tensors of one call of `send` share one message to each peer.
         """
-        if not self._sent:
+        if not self._given:
             self.open(tensors_BLHD)
-        self._sent += len(tensors_BLHD)
+        self._given += len(tensors_BLHD)
         if len({len(x) for x in tensors_BLHD.values()}) > 1:  # queries in groups that share keys: a larger batch
             return self.post({"q": tensors_BLHD.pop("q")}) | self.post(tensors_BLHD)
         return self.post(tensors_BLHD)
@@ -55,22 +52,22 @@ class Transfer:
     @property
     def all_sent(self) -> bool:
         """True once q, k and v were all given to `send`."""
-        return self._sent == TENSORS
+        return self._given == TENSORS
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        """Begin the encoded call and decide on stages, by the first tensors that are sent."""
+        """Begin the call and decide on stages, by the first tensors that are sent."""
         like_BLHD = next(iter(tensors_BLHD.values()))
-        self.coded.begin(like_BLHD)
+        self.begin(like_BLHD)
         staged = self.exchange.staged
-        self.in_stages = staged is not None and staged.pays(self.layout, self.coded.cell_bytes(like_BLHD))
+        self.in_stages = staged is not None and staged.pays(self.layout, self.cell_bytes(like_BLHD))
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         """Start sending tensors like `send`; the lane encodes them first."""
         staged = self.exchange.staged
         if staged is None or not self.in_stages:
-            outgoing = Outgoing(self.end, tensors_BLHD)
+            outgoing = Outgoing(self, tensors_BLHD)
             return arriving_whole(outgoing, self.exchange.submit(outgoing))
-        one_by_one = [Outgoing(self.end, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
+        one_by_one = [Outgoing(self, {name: x_BLHD}) for name, x_BLHD in tensors_BLHD.items()]
         return staged.send(one_by_one, self.all_sent)
 
     def wait(self, sent: Mapping[str, TensorFuture]) -> dict[str, Tensor]:
@@ -87,7 +84,7 @@ class Transfer:
         Return the output for all heads of this rank's own rows, [B, L, H, D], or what the model continues with instead.
         Calls in stages use `staged.OutputSender`.
         """
-        outgoing = Outgoing(self.end, {OUTPUT: out_BSGD})
+        outgoing = Outgoing(self, {OUTPUT: out_BSGD})
         pending = self.exchange.submit(outgoing)
         with self.exchange.trace.span(f"wait for {outgoing.label}", layer=self.layer):
             return outgoing.decode(pending.wait().tensors)[0]

@@ -22,7 +22,7 @@ from cocodiff.comm.transport import LaneFuture
 from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target
-from cocodiff.exchange.outgoing import CallEnd, EncodedCall, Outgoing
+from cocodiff.exchange.outgoing import EncodedCall, Outgoing
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Piece, Side, pieces
@@ -46,7 +46,7 @@ class TransposedPiece(Outgoing):
     """A piece of a transpose, as tensors to send."""
 
     def __init__(
-        self, end: CallEnd, way: str, given: Mapping[Block, Tensor], taken: Mapping[Block, Tensor], into: Tensor
+        self, call: EncodedCall, way: str, given: Mapping[Block, Tensor], taken: Mapping[Block, Tensor], into: Tensor
     ) -> None:
         """Describe a piece.
 
@@ -56,7 +56,7 @@ class TransposedPiece(Outgoing):
             taken: the place in `into` of what it receives, by block.
             into: the tensor to be filled.
         """
-        super().__init__(end, {NAME: next(iter(given.values()))})
+        super().__init__(call, {NAME: next(iter(given.values()))})
         self.way, self._given, self._taken, self._into = way, given, taken, into
 
     def contained_tensors(self) -> Sequence[object]:
@@ -69,7 +69,7 @@ class TransposedPiece(Outgoing):
 
     def target(self, here: BlockSet) -> Target:
         """Return the tensor to be filled."""
-        return Target([self._into], {block: [place] for block, place in self._taken.items()}, self.end.kernels)
+        return Target([self._into], {block: [place] for block, place in self._taken.items()}, self.call.kernels)
 
 
 class Transpose:
@@ -127,9 +127,9 @@ class Transpose:
         """Return one piece as tensors to send."""
         exchange, forward = self._exchange, self._way == "forward"
         rows, columns = piece if forward else piece[::-1]
-        end = CallEnd(exchange.rank, exchange.kernels, EncodedCall(self._grid.layout(rows, columns)), self._layer)
+        call = EncodedCall(exchange, self._grid.layout(rows, columns), self._layer)
         given = self._blocks(x_BRCD, not forward, rows, columns)
-        return TransposedPiece(end, self._way, given, self._blocks(into_BRCD, forward, rows, columns), into_BRCD)
+        return TransposedPiece(call, self._way, given, self._blocks(into_BRCD, forward, rows, columns), into_BRCD)
 
     def _blocks(self, x_BRCD: Tensor, all_rows: bool, rows: range, columns: range) -> dict[Block, Tensor]:
         """Return the blocks of a tensor with all rows and this rank's columns, or with this rank's rows and all

@@ -21,10 +21,10 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.registry import EXACT_CODECS, RINGS
 from cocodiff.engine.assemble import AttentionWork, mesh_of
 from cocodiff.engine.sequence import SequenceRanks
+from cocodiff.exchange.codec import CODED, CallKind
 from cocodiff.kernels.device import free_memory
 from cocodiff.models.family import Family
 from cocodiff.planner.case import Case, ModelShape, shape_of_config
-from cocodiff.planner.costs import CODED, CallKind
 from cocodiff.planner.layers import PlannedCall, Sent, kinds_of
 from cocodiff.planner.memory import check_fits, run_cache, size_run
 from cocodiff.topology import Topology

@@ -13,7 +13,8 @@ from typing import Any
 
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.engine.assemble import AttentionWork, chunking, exchange_table, mesh_of
+from cocodiff.engine.assemble import AttentionWork, chunking, codec_class, exchange_table, mesh_of
+from cocodiff.exchange.codec import Codec
 from cocodiff.models.adapter import IMAGE, image_and_text
 from cocodiff.models.family import VAE_FACTOR, Family, VaeSize, Video
 from cocodiff.planner.decisions import Decisions
@@ -162,6 +163,11 @@ class Case:
     one_peer: bool = False  # True if a rank exchanges with one other rank at a time
     known_mesh: Mesh | None = None  # the mesh of Ulysses and Ring; None: the one that the engine chooses
     job: tuple[int, int] = (1, 1)  # (ranks, nodes) of the whole job
+
+    @property
+    def codec(self) -> Codec:
+        """The codec that the settings name, for questions alone."""
+        return codec_class(self.config)(self.config)
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -20,14 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cocodiff.attention.stateful import TENSORS
 from cocodiff.attention.strategy import LayerKey, LazyQKV, nothing
 from cocodiff.attention.sums import CHUNK, CHUNK_LAUNCHES, SCORE_BYTES
 from cocodiff.attention.ulysses import Ulysses
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.registry import ORDERS, load
 from cocodiff.engine.assemble import chunking, exchange_table
+from cocodiff.exchange.codec import WHOLE, CallKind, StepKinds
 from cocodiff.planner.case import Case, coded_layers
-from cocodiff.planner.costs import WHOLE, CallKind, costs_of
+from cocodiff.planner.decisions import decisions_of, without_seldom
 from cocodiff.planner.memory import weights_waited_s
 from cocodiff.planner.rings import Seconds, in_chunks, ring_of
 from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
@@ -66,11 +68,17 @@ def kinds_of(case: Case) -> list[Kind]:
     return [kind for kind in found if kind.layers]
 
 
-def kinds_of_steps(case: Case) -> list[dict[CallKind, float]]:
-    """Return, for every step, the share of its attention calls that is of each kind. On a single rank all calls are
-    whole."""
-    alone = case.topology.size == 1
-    return [{WHOLE: 1.0}] * case.steps if alone else costs_of(case.config).kinds_of_steps(case)
+def kinds_of_steps(case: Case) -> StepKinds:
+    """Return `Codec.kinds_of_steps` of a case's codec; on a single rank all calls are whole.
+
+    With `arrival: adaptive` the displaced tensors are those of a recorded run, with `displaced` they are all tensors.
+    """
+    if case.topology.size == 1:
+        return [{WHOLE: 1.0}] * case.steps
+    recorded = decisions_of(case.config, case.steps, case.decisions)
+    every = [{"".join(TENSORS) if case.config.arrival == "displaced" else "": 1.0}] * case.steps
+    displaced = without_seldom(recorded.over(case.steps)) if recorded else every
+    return case.codec.kinds_of_steps(case.steps, case.stable, displaced)
 
 
 def sampled_kinds(case: Case) -> list[CallKind]:
@@ -144,12 +152,12 @@ class Sent:
             kind: the layer.
             call: the kind of attention calls.
         """
-        mesh, config, costs, latencies = case.mesh, case.config, costs_of(case.config), case.latencies
+        mesh, config, codec, latencies = case.mesh, case.config, case.codec, case.latencies
         layouts = mesh.layouts(kind.segments, case.shape.heads)
-        self.width = costs.sent_bytes(case.shape.head_dim, case.itemsize, call)  # bytes of one token for one head
+        self.width = codec.sent_bytes(case.shape.head_dim, case.itemsize, call)  # bytes of one token for one head
         groups = list(zip(mesh.parts, layouts, strict=True))
-        rows_P = of_ranks(mesh, (costs.rows_sent(*group, call) for group in groups))
-        gathered_P = of_ranks(mesh, (costs.gathered(*group, call) for group in groups))
+        rows_P = of_ranks(mesh, (codec.rows_sent(*group, call) for group in groups))
+        gathered_P = of_ranks(mesh, (codec.gathered(*group, call) for group in groups))
         all_P, heads_P = (of_ranks(mesh, (getattr(one, name) for one in layouts)) for name in ("rows", "heads"))
         self.rows = float(sum(rows_P[list(mesh.groups[0])]))  # rows that a group sends of each of q, k and v
         self.ring = ring_of(mesh, layouts, case.work, latencies.latency_s + latencies.message_s)
@@ -251,7 +259,7 @@ class PlannedCall:
         self._case, self._call, self._latencies = case, call, case.latencies
         self._free, self._arrived = dict[str, float](), dict[str, float]()
         self._sent, mesh = sent, case.mesh
-        self._device, self._costs = case.topology.machine.device, costs_of(case.config)
+        self._device, self._codec = case.topology.machine.device, case.codec
         of_ranks = {  # one rank for each amount of work
             (sum(layout.rows), layout.rows[slot], layout.heads[slot]): (layout, slot)
             for layout in mesh.layouts(kind.segments, case.shape.heads)
@@ -391,7 +399,7 @@ class PlannedCall:
         """Return the seconds that V-Major takes to choose the tokens to send; 0 for other codecs and for whole
         calls."""
         tiles = self._case.topology.machine.tiles
-        launches, gathers, waits = self._costs.choosing(self._call, tiles)
+        launches, gathers, waits = self._codec.choosing(self._call, tiles)
         latency_s, message_s, launch_s, blocked_s, wait_s = self._latencies
         scored = self._B * self._L * self._H * self._D * self._case.itemsize if launches else 0
         gather_s = latency_s + (self._case.mesh.ulysses - 1) * (message_s + 2 * blocked_s)
@@ -461,9 +469,9 @@ def plan_step(case: Case) -> StepPlan:
 
     Once in a call ranks gather decisions for all its layers, if the codec asks for it.
     """
-    every, costs, several = kinds_of_steps(case), costs_of(case.config), case.topology.size > 1
+    every, several = kinds_of_steps(case), case.topology.size > 1
     coded = statistics.mean(sum(part for kind, part in step.items() if not kind.whole) for step in every)
-    choosing = {call: costs.choosing(call, case.topology.machine.tiles)[2] for step in every for call in step}
+    choosing = {call: case.codec.choosing(call, case.topology.machine.tiles)[2] for step in every for call in step}
     step_s, compute_s, waits, sent = 0.0, 0.0, 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
 
     def of_step(kind: Kind, known: Mapping[CallKind, float]) -> float:
@@ -477,7 +485,7 @@ def plan_step(case: Case) -> StepPlan:
 
     for call in case.calls:
         branches, layers_s = call.branches, list[float]()  # of the blocks of one call, in the model's order
-        step_s += branches * case.latencies.latency_s * coded * (several and costs.agrees())
+        step_s += branches * case.latencies.latency_s * coded * (several and case.codec.agrees)
         for kind, plans in plan_layers(call):
             seconds = {how: plan.seconds for how, plan in plans.items()}
             layers_s += [over_steps(seconds, every)] * kind.coded + [seconds[WHOLE]] * (kind.layers - kind.coded)

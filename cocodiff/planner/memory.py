@@ -38,7 +38,6 @@ from cocodiff.engine.weights import sharing, split_blocks
 from cocodiff.models.adapter import IMAGE
 from cocodiff.models.family import VaeSize, Video
 from cocodiff.planner.case import Case, ModelShape, coded_layers
-from cocodiff.planner.costs import costs_of
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh, cut
 from cocodiff.topology.links import alltoall_bound
@@ -96,13 +95,13 @@ def run_cache(case: Case) -> list[RankMemory]:
     """Return what each rank keeps between calls, by rank, over all layers and guidance branches, with the step cache.
     Other fields are 0."""
     shape, mesh, kept_P = case.shape, case.mesh, [Counter[str]() for _ in case.topology.places]
-    state_bytes = costs_of(case.config).state_bytes
+    call = case.batch, shape.head_dim, case.itemsize
     *of_all, image_layers = coded_layers(shape, case.config.state_layers)
     for layers, segments in ((sum(of_all), case.segments), (image_layers, case.image_only)):
         if not segments:  # models that run by a plan have no image segment
             continue
         for group, part, layout in zip(mesh.groups, mesh.parts, mesh.layouts(segments, shape.heads), strict=True):
-            of_layer = state_bytes(part, layout, case.work) if part.size > 1 else [{}]  # one alone keeps nothing
+            of_layer = case.codec.state_bytes(part, layout, *call) if part.size > 1 else [{}]  # one alone keeps nothing
             for rank, sizes, L in zip(group, of_layer, layout.rows, strict=True):
                 kept_P[rank].update({name: size * layers * case.branches for name, size in sizes.items()})
                 if case.config.step_cache != "none":

@@ -15,13 +15,13 @@ import torch
 from cocodiff_sycl.parts import Cut
 from torch import Tensor
 
+from cocodiff.attention.lossless import TYPICAL
 from cocodiff.attention.residual import BITS
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Device
 from cocodiff.kernels import Rows
 from cocodiff.kernels.lossless import Known
 from cocodiff.kernels.residual import Prediction, Reconstructions
-from cocodiff.planner.costs import TYPICAL
 from cocodiff.planner.memory import ModelShape
 from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout

@@ -27,7 +27,6 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Links
 from cocodiff.engine.assemble import chunking, exchange_table
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.outgoing import EncodedCall
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
@@ -217,7 +216,7 @@ def exchange_variant(config: Config, topology: Topology, transport: Any, trace: 
     exchange = Exchange(config.exchange, context, table, config.nic_balance, chunked, together)
 
     def run(blocks: Blocks) -> Tensor:
-        sent = Transfer(exchange, EncodedCall(blocks.layout), "").send(x=blocks.x_BLHD)
+        sent = Transfer(exchange, blocks.layout).send(x=blocks.x_BLHD)
         return sent["x"].wait().view(blocks.packed.shape)
 
     return run

@@ -32,6 +32,7 @@ from cocodiff.comm.trace import save_traces
 from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import UserError, check_choice
 from cocodiff.engine.weights import part_of
+from cocodiff.exchange.codec import WHOLE, CallKind
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
@@ -39,7 +40,6 @@ from cocodiff.kernels.device import free_memory
 from cocodiff.planner.calibrate import AllToAll
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import OUTPUT_CHANNELS
-from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.decisions import decisions_of
 from cocodiff.planner.layers import Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
 from cocodiff.planner.memory import largest_batch, mib

@@ -22,10 +22,9 @@ from cocodiff.comm.transport import RankContext
 from cocodiff.config.machine import Device
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.engine.weights import SplitWeights
-from cocodiff.exchange.codec import StepInfo
+from cocodiff.exchange.codec import CallKind, StepInfo
 from cocodiff.kernels import Kernels, moved_by
 from cocodiff.planner.case import Case
-from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.planner.layers import SITES, PlannedLayer
 from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import bytes_of, operation_s, seconds
@@ -114,8 +113,7 @@ class StandIn:
         kernels = WaitingKernels(clock, case.config.kernels, self._trace.note_kernel)
         context = RankContext(over, case.topology, self._trace, kernels)
         self._strategy = build_strategy(case.config, case.mesh, context, RooflineAttention(clock))
-        self.codec, self.costs = self._strategy.codec, costs_of(case.config)
-        self._step, self._steps = -1, case.steps
+        self.codec, self._step, self._steps = self._strategy.codec, -1, case.steps
         split = case.config.split
         self.shares = split is not None
         # Spans whose names begin so are waits in which nothing is hidden.
@@ -130,10 +128,10 @@ class StandIn:
         Args:
             kind: the kind of attention calls in the step.
         """
-        self.costs.hold_at(self.codec, kind)
+        self.codec.hold_at(kind)
         self._step += 1
         self.codec.begin_step(StepInfo(0, self._step, self._steps))
-        self.costs.agree(self.codec)
+        self.codec.agree()
 
     def run(self, layers: int) -> None:
         """Run the first `layers` layers of a step."""
@@ -160,7 +158,7 @@ class StandIn:
         """
         self.layer = layer
         self._clock.dilation = 0.0
-        leading = 0 if kind.whole else self.costs.steps_to_settle
+        leading = 0 if kind.whole else self.codec.steps_to_settle
         for _ in range(1 + leading if leading else 0):
             self.begin(kind._replace(displaced=""))
             self.run(SITES if kind.displaced else 1)
@@ -180,7 +178,7 @@ class StandIn:
             self.run(SITES)
         self.last_s.append((time.perf_counter() - started) / SITES)
         self.record = self._trace.record()
-        self.costs.catch_up(self.codec)
+        self.codec.catch_up()
 
     def run_shared(self, kind: CallKind) -> None:
         """Run two steps, each of SITES layers whose weights are divided among ranks and gathered, and time the second.

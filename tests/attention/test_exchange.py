@@ -1,6 +1,8 @@
 """What an exchange delivers: the very bits of slicing one global tensor, whatever the route."""
 
 import contextlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.errors import UserError
 from cocodiff.exchange.exchange import Exchange
-from cocodiff.exchange.messages import InOrder
-from cocodiff.exchange.outgoing import CallEnd, Encoded, EncodedCall, Outgoing
+from cocodiff.exchange.outgoing import Encoded, EncodedCall, Outgoing
+from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
@@ -78,16 +80,33 @@ def test_what_is_encoded_ahead_of_its_lane_keeps_its_code_alone():
         def encode(self, tensors, rows, ranks):
             return Encoded([x.half() for x in tensors.values()], self.layout)
 
-    layout = Layout.build(topology_of("local", 2), image_and_text(4, 0), 2)
-    ahead = Outgoing(CallEnd(0, Kernels(), Halved(layout), ""), {"v": torch.zeros(1, 2, 2, 4)})
+    topology = topology_of("local", 2)
+    alone: Any = SimpleNamespace(rank=0)
+    here, layout = RankContext(alone, topology, Trace(), Kernels()), Layout.build(topology, image_and_text(4, 0), 2)
+    ahead = Outgoing(Halved(here, layout), {"v": torch.zeros(1, 2, 2, 4)})
     ahead.encode_now()
     assert [x.dtype for x in ahead.contained_tensors()] == [torch.float16]
 
 
 @pytest.mark.parametrize("error", [UserError("which all ranks have"), RuntimeError("lost")])
 def test_jobs_go_on_after_a_users_mistake_alone(error):
-    in_order, ran = InOrder(), list[int]()
-    for job in (lambda: (_ for _ in ()).throw(error), lambda: ran.append(1)):
-        with contextlib.suppress(UserError, RuntimeError):
-            in_order.run(job)
-    assert ran == [1] * isinstance(error, UserError)
+    class Mistaken(Transfer):
+        def encode(self, tensors, rows, ranks):
+            raise error
+
+    topology, whole_BSHD = topology_of("local", 2), torch.randn(1, 6, 2, 4)
+    layout = Layout.build(topology, image_and_text(6, 0), 2)
+
+    def work(transport: LoopbackTransport) -> bool:
+        ours, own = (
+            Exchange("flat", RankContext(transport, topology, Trace(), Kernels())),
+            whole_BSHD[:, layout.row_slices[transport.rank]],
+        )
+        with pytest.raises(type(error)):
+            Mistaken(ours, layout).send(q=own)["q"].wait()
+        with contextlib.suppress(RuntimeError):
+            forward(ours, [own], layout).wait()
+            return True
+        return False
+
+    assert run_ranks(2, work, timeout_s=60.0) == [isinstance(error, UserError)] * 2

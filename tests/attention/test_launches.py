@@ -15,10 +15,10 @@ from torch import Tensor
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
-from cocodiff.engine.assemble import build_strategy
+from cocodiff.engine.assemble import build_strategy, codec_class
+from cocodiff.exchange.codec import CallKind
 from cocodiff.kernels import Kernels, Rows, TorchOps
 from cocodiff.kernels.residual import Candidates, RowOrder
-from cocodiff.planner.costs import CallKind, costs_of
 from cocodiff.topology.axes import Mesh
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -97,6 +97,6 @@ def test_choosing_takes_the_launches_and_waits_that_plans_count(
         run_ranks(4, work)
     assert found.reports == []
     last = counted[-4:]
-    launches, _, waits = costs_of(config).choosing(CallKind(stable=0.5), tiles=2)
+    launches, _, waits = codec_class(config)(config).choosing(CallKind(stable=0.5), tiles=2)
     assert max(len(names) - names.count("wait") for names in last) == launches
     assert {names.count("wait") for names in last} == {waits}

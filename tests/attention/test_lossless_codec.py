@@ -13,15 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_simulated_models import code_in_one_launch, on_devices
 from torch import Tensor
+from worlds import topology_of
 
 from cocodiff.attention import lossless as codecs
+from cocodiff.attention.stateful import LayerState
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import PARTS
+from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh
+from cocodiff.topology.layout import Layout
 
 ROUTES = [
     {"exchange": "flat"},
@@ -176,10 +181,11 @@ def test_no_call_sends_more_than_whole_tensors_and_a_fiftieth(kind):
 
 
 def test_a_layer_that_begins_anew_forgets_what_its_last_call_needed():
-    state = codecs.LosslessState()
+    state, x_BLHD = LayerState(), torch.empty(1, 4, 2, 8, dtype=torch.bfloat16)
+    layout = Layout.build(topology_of("local", 1), image_and_text(4, 0), 2)
     state.take_notes([(0, 160, 0, 0)] * 4)
     assert {*state.needed.values()} == {160}
-    state.begin_anew()
+    state.begin(x_BLHD, layout, StepInfo(0, 0, 9), anew=True)
     assert not state.needed
 
 

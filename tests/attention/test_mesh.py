@@ -17,11 +17,11 @@ from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine
 from cocodiff.engine.assemble import AttentionWork, mesh_of
+from cocodiff.exchange.codec import CODED, WHOLE
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.automatic import PricedMesh, price, price_meshes
 from cocodiff.planner.case import Case, ModelShape
-from cocodiff.planner.costs import CODED, WHOLE
 from cocodiff.planner.layers import plan_layers, plan_step
 from cocodiff.planner.rings import staged_seconds
 from cocodiff.planner.traffic import Traffic, Wires

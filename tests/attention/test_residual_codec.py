@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
-from cocodiff.exchange.codec import AllRanks, StepInfo
+from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import coded_width
 from cocodiff.models.adapter import image_and_text
@@ -280,11 +281,12 @@ def test_each_run_codes_the_layers_that_it_calls_first(settings):
 
 def test_notes_of_many_calls_reach_their_takers_and_none_are_left_of_a_run_that_failed():
     def work(transport: Any) -> list[int]:
-        notes, taken = SharedNotes(AllRanks(topology_of("local", 2), transport), Trace()), list[Any]()
+        notes, taken = SharedNotes(RankContext(transport, topology_of("local", 2), Trace(), Kernels())), list[Any]()
+        taker: Any = SimpleNamespace(take_notes=taken.append)
         for run in range(2):
             for number in range(70):
-                notes.of_call(torch.device("cpu"), taken.append).own[:] = number
-            notes.begin_step(StepInfo(run, 1, 2))
+                notes.of_call(torch.device("cpu"), taker).own[:] = number
+            notes.begin_step()
             if run == 0:
                 notes.clear()
             notes.hand_out()

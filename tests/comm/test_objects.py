@@ -15,7 +15,7 @@ import torch
 
 from cocodiff.cli.doctor.facts import Card, Nic
 from cocodiff.comm.objects import LENGTH, as_bytes, as_value
-from cocodiff.planner.costs import CallKind
+from cocodiff.exchange.codec import CallKind
 
 
 @dataclass

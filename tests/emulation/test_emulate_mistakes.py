@@ -23,8 +23,8 @@ from cocodiff.comm.launch import emulated
 from cocodiff.config.config import Config, load_exchange_table, load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine
+from cocodiff.exchange.codec import WHOLE, CallKind
 from cocodiff.planner.case import Case, ModelShape
-from cocodiff.planner.costs import WHOLE, CallKind
 from cocodiff.planner.layers import kinds_of_steps
 from cocodiff.topology import Topology
 
