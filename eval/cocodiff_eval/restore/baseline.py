@@ -251,7 +251,7 @@ class Method(NamedTuple):
     reach: Triple  # voxels that its window extends beyond the voxels to restore, along z, y and x
 
 
-AROUND, NEARBY = (REACH, REACH, REACH), (REACH // 2, REACH // 2, REACH // 2)
+AROUND = (REACH, REACH, REACH)
 VARIATION, SMOOTH, HARMONIC = "total variation in 3-D", "biharmonic in 3-D", "Laplace in 3-D"
 NEAR, FAR = "autoregression in 3-D, 1 voxel", "autoregression in 3-D, 2 voxels"
 UNTESTED = (NEAR, FAR)  # methods whose mean is written where nothing can be hidden
@@ -263,8 +263,8 @@ METHODS = {
     HARMONIC: Method(laplace, AROUND),
     VARIATION: Method(total_variation, AROUND),
     SMOOTH: Method(smooth_continuation, AROUND),
-    NEAR: Method(partial(autoregression, side=1), NEARBY),
-    FAR: Method(partial(autoregression, side=2), NEARBY),
+    NEAR: Method(partial(autoregression, side=1), AROUND),
+    FAR: Method(partial(autoregression, side=2), AROUND),
 }
 
 
