@@ -25,7 +25,7 @@ from cocodiff_eval.data.volume import Reader, Stack, format_shape
 from cocodiff_eval.quality.fusing import Intervals, Lead, mean_or_member, near_best, products_in_blocks, spread_about
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
-from cocodiff_eval.restore.baseline import HARMONIC, METHODS, SMALL
+from cocodiff_eval.restore.baseline import METHODS, NEAR, SMALL
 
 AUTO = "auto"  # value of `--axes` that lets the test choose
 OWN = "cocodiff"  # name, among figures, of the average that is written
@@ -587,7 +587,7 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
     share, error_P = found.with_model(simple_P, of_model_P)
     weights = {name: (1 - share) * weight for name, weight in weights.items() if share < 1}
     if not share and all(0 in METHODS[name].reach for name in weights):
-        weights[HARMONIC] = 0.0  # restores voxels that the other methods leave
+        weights[NEAR] = 0.0  # restores voxels that the other methods leave
     weights = {axis: share * weight for axis, weight in axes.items() if share} | weights
     at_P = np.isfinite(error_P)
     values = [found.own[axis][:, at_P] for axis in axes if share]

@@ -29,7 +29,7 @@ from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import OWN, HiddenRegionReport, HiddenRound, Volume
 from cocodiff_eval.quality.fusing import Intervals, Moments, fuse, samples_along
 from cocodiff_eval.quality.hidden import Hidden
-from cocodiff_eval.restore.baseline import METHODS, SMALL, Window, in_cells, side_of_cells
+from cocodiff_eval.restore.baseline import METHODS, SMALL, UNTESTED, Window, in_cells, side_of_cells
 
 TRACE = 1e-12  # weight that is added so that a voxel without other weights gets a value; too small to change others
 
@@ -42,7 +42,8 @@ class Making:
     keeps    True if each sample is written as a result of its own.
     hidden   Hidden regions of each round of the test; empty without a test.
     leads    True on the rank of a replica that judges and writes.
-    verdict  Weights of the result, and the test's findings. Until the test is judged, all axes have equal weights.
+    verdict  Weights of the result, and the test's findings. Until the test is judged, all axes have equal weights;
+             if nothing can be hidden, methods without a model have, as nothing speaks for the model.
     costs    By preset, the cost of each unit of work of the result; filled when all are made.
     folder   Folder of the volume's files.
     """
@@ -66,7 +67,8 @@ class Making:
         self.leads, self.costs = session.replica.leads, dict[str, list[Cost]]()
         axes = volume.axes[: self.samples]
         axes = axes if volume.restores(axes) else volume.axes
-        self.verdict = HiddenRegionReport(dict.fromkeys(axes, 1 / len(axes)))
+        members = UNTESTED if volume.tested and not hidden else axes
+        self.verdict = HiddenRegionReport(dict.fromkeys(members, 1 / len(members)))
 
     def groups(self, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
         """Divide slices along an axis into groups that share calls of the model. Return the indices of each group.
@@ -84,7 +86,7 @@ class Making:
 
         Methods without a model read windows of the volume's copy whose slices lie along y.
         """
-        wanted = {*self.volume.axes} | ({"y", "z"} if self.hidden else set())
+        wanted = {*self.volume.axes} | ({"y", "z"} if self.volume.tested else set())
         return [axis for axis in AXES if axis in wanted]
 
     def turned(self, axis: str) -> tuple[Reoriented, Reoriented]:
@@ -467,5 +469,5 @@ def works_of(making: Making) -> list[Work]:
         works += [ByModel(making, axis, group, n) for n in range(making.samples) for group in restorable]
     masked, side = (volume.statistics.counts("z") > 0).nonzero()[0].tolist(), side_of_cells(volume.statistics.shape)
     cells = [tuple(group) for _, group in groupby(masked, lambda index: index // side)]
-    works += [Solved(making, "z", group, name) for name in (METHODS if making.hidden else ()) for group in cells]
+    works += [Solved(making, "z", group, name) for name in (METHODS if volume.tested else ()) for group in cells]
     return works

@@ -291,26 +291,30 @@ def _rounds(
 def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.ndarray]:
     """Return the mask's connected parts as boxes in cells, and the share of masked cells in each.
 
+    Planes that are masked wholly are parts of their own, so that gaps which cross each other find other places.
+
     Args:
         coarse_ZYX: True for masked cells.
         most: longest side along each axis; longer parts are cut.
     """
     from scipy import ndimage
 
-    labels_ZYX, _ = ndimage.label(coarse_ZYX)
+    slabs = [coarse_ZYX & coarse_ZYX.all(axis=axes, keepdims=True) for axes in ((1, 2), (0, 2), (0, 1))]
     boxes, sizes = [], []
-    for number, found in enumerate(ndimage.find_objects(labels_ZYX), start=1):
-        stretches = []
-        for part, limit, whole in zip(found, most, coarse_ZYX.shape, strict=True):
-            side = part.stop - part.start
-            count = 1 if side >= SPANNING * whole else -(-side // limit)
-            stretches.append(pairwise([round(part.start + n * side / count) for n in range(count + 1)]))
-        for (z, z_end), (y, y_end), (x, x_end) in product(*stretches):
-            start, sides = (z, y, x), (z_end - z, y_end - y, x_end - x)
-            size = int((labels_ZYX[_box(start, sides)] == number).sum())
-            if size:
-                boxes.append((start, sides))
-                sizes.append(size)
+    for part_ZYX in (*slabs, coarse_ZYX & ~np.any(slabs, axis=0)):
+        labels_ZYX, _ = ndimage.label(part_ZYX)
+        for number, found in enumerate(ndimage.find_objects(labels_ZYX), start=1):
+            stretches = []
+            for part, limit, whole in zip(found, most, coarse_ZYX.shape, strict=True):
+                side = part.stop - part.start
+                count = 1 if side >= SPANNING * whole else -(-side // limit)
+                stretches.append(pairwise([round(part.start + n * side / count) for n in range(count + 1)]))
+            for (z, z_end), (y, y_end), (x, x_end) in product(*stretches):
+                start, sides = (z, y, x), (z_end - z, y_end - y, x_end - x)
+                size = int((labels_ZYX[_box(start, sides)] == number).sum())
+                if size:
+                    boxes.append((start, sides))
+                    sizes.append(size)
     return boxes, np.array(sizes, dtype=np.float64) / max(1, sum(sizes))
 
 
