@@ -187,10 +187,10 @@ class LosslessCall(StatefulCall):
         All ranks call this in the same order, each for what it decodes next. Only the two ranks decide whether there is
         a message.
         """
-        own, staged, hearing = self.rank, self.exchange.staged, ranks
+        own, staged, attending_ranks = self.rank, self.exchange.staged, ranks
         if staged is not None and ranks in staged.chunks:  # a chunk is sent to other ranks than it comes from
-            hearing = staged.hearing[staged.chunks.index(ranks)]
-        ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in hearing]
+            attending_ranks = staged.attending_ranks[staged.chunks.index(ranks)]
+        ours = [(one.name, rank, self._sent[one.name][rank]) for one in arrived for rank in attending_ranks]
         used_on_current_stream(ours)  # a lane's stream wrote them; this one reads the lengths and the own block's rest
         own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
         numbers = _numbers([*(one.lengths_N for one in arrived), *own_lengths.values()])

@@ -77,7 +77,7 @@ EVERY_INTERFACE = ("0.0.0.0", "::")
 THROUGH_HOST = ("host", "mpi-rma")  # transports that copy a device's tensors to host memory
 
 
-class _Meeting(NamedTuple):
+class _Contact(NamedTuple):
     """The result of the ranks' first contact: what a rank needs to connect to the watch, which notices lost ranks."""
 
     rank: int  # number of this rank
@@ -235,7 +235,7 @@ def _tell_of_blocking(transport: LaneOwner) -> None:
 # First contact of ranks -----------------------------------------------------------------------------------------------
 
 
-def _meet(launch: Launch, limits: Limits) -> _Meeting:
+def _meet(launch: Launch, limits: Limits) -> _Contact:
     """Make the address of the watch over lost ranks, which is on rank 0, known to all ranks.
 
     The means are those that the ranks' launcher provides. Return what each rank needs to connect to it.
@@ -244,11 +244,11 @@ def _meet(launch: Launch, limits: Limits) -> _Meeting:
         assert launch.rank is not None and launch.size is not None
         there = launch.meeting
         file = dist.FileStore(there.store_file, launch.size)
-        return _Meeting(launch.rank, launch.size, ("127.0.0.1", there.port), there.key, there.listener, file, "", True)
+        return _Contact(launch.rank, launch.size, ("127.0.0.1", there.port), there.key, there.listener, file, "", True)
     if launch.kind == "mpi" and not dist.is_initialized():
         return _meet_over_mpi(launch, limits)
     # If a store's process is stopped after it began to listen, the library waits without a limit and ignores signals.
-    meeting: Future[_Meeting] = Future()
+    meeting: Future[_Contact] = Future()
     threading.Thread(target=_settle, args=(meeting, partial(_meet_at_store, launch, limits)), daemon=True).start()
     if not wait([meeting], 2 * limits.start_s + BLAME_S).done:  # the library reports its own timeouts earlier
         raise PeerLost(0, f"does not answer{_store_address()} within {limits.start_s:g} s of the start")
@@ -272,7 +272,7 @@ def _store_address() -> str:
     return "" if dist.is_initialized() else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
+def _meet_at_store(launch: Launch, limits: Limits) -> _Contact:
     """Exchange the address of the watch over lost ranks by way of torch.distributed's store. Return what to connect
     with.
 
@@ -302,7 +302,7 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Meeting:
         raise PeerLost(0, f"does not answer{at} {within} ({str(error).splitlines()[0]})") from error
 
 
-def _meet_over_mpi(launch: Launch, limits: Limits) -> _Meeting:
+def _meet_over_mpi(launch: Launch, limits: Limits) -> _Contact:
     """Exchange the address of the watch over lost ranks, which is on rank 0, by MPI. Return what to connect with.
 
     A store of torch.distributed is made later.
@@ -372,7 +372,7 @@ def _invitation(listener: socket.socket, one_host: bool) -> str:
     return json.dumps([host, port, secrets.token_hex(16)])
 
 
-def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, store: Any) -> _Meeting:
+def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, store: Any) -> _Contact:
     """Return what this rank needs to connect to the watch over lost ranks, from rank 0's message.
 
     Args:
@@ -383,7 +383,7 @@ def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, s
     host, port, key = json.loads(word)
     own = "127.0.0.1" if host == socket.gethostname() else host
     interface = "" if listener is None else listener.getsockname()[0]
-    return _Meeting(rank, size, (own, port), key, listener, store, interface, is_loopback(host))
+    return _Contact(rank, size, (own, port), key, listener, store, interface, is_loopback(host))
 
 
 def is_loopback(address: str) -> bool:
@@ -503,7 +503,7 @@ def environment_store(
 # The communication library --------------------------------------------------------------------------------------------
 
 
-def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: Limits) -> None:
+def _initialise(meeting: _Contact, backend: str, device: torch.device, limits: Limits) -> None:
     """Start torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 opens one.
 
     Args:
@@ -519,7 +519,7 @@ def _initialise(meeting: _Meeting, backend: str, device: torch.device, limits: L
     initialise(backend, store, meeting.rank, meeting.size, device)
 
 
-def _store_over_mpi(meeting: _Meeting, limits: Limits) -> Any:
+def _store_over_mpi(meeting: _Contact, limits: Limits) -> Any:
     """Open a store of torch.distributed on rank 0 at a free port, and tell the other ranks by MPI. Return this rank's
     connection to it."""
     from cocodiff.comm.mpi_start import broadcast_over_mpi, initialised_mpi

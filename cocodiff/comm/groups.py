@@ -44,7 +44,9 @@ def nodes_to_tell_apart(transport: LaneOwner) -> Sequence[Any]:
 
     The result becomes `LaneOwner.node_of`.
     """
-    return transport.values_of_all(socket.gethostname(), "the names of nodes") if transport.library in STAGED else ()
+    return (
+        transport.all_gather_object(socket.gethostname(), "the names of nodes") if transport.library in STAGED else ()
+    )
 
 
 def group_by_node(make: MakeGroup, ranks: Ranks, rank: int, node_of: Sequence[Any], whole: Group | None) -> Group:

@@ -206,7 +206,7 @@ class Transport(ABC):
         """
         return self.blocking(lambda: broadcast_value(self.host_world, value), at)
 
-    def over_all(self, value: Any, merge: Callable[[list[Any]], T], at: str) -> T:
+    def reduce_object(self, value: Any, merge: Callable[[list[Any]], T], at: str) -> T:
         """Merge all ranks' values on rank 0, and return the result on every rank. All ranks call this.
 
         Args:
@@ -218,14 +218,14 @@ class Transport(ABC):
         found: T = self.broadcast_object(None if of_ranks is None else merge(of_ranks), at)
         return found
 
-    def values_of_all(self, value: Any, at: str = "values_of_all") -> list[Any]:
+    def all_gather_object(self, value: Any, at: str = "all_gather_object") -> list[Any]:
         """Return the list of all ranks' values, in the order of ranks, on every rank. All ranks call this.
 
         Args:
             value: this rank's plain data, see `objects.as_bytes`.
             at: name of the call, which errors report if other ranks make another call.
         """
-        return self.over_all(value, list, at)
+        return self.reduce_object(value, list, at)
 
     @abstractmethod
     def close(self) -> None:

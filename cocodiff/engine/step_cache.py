@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from cocodiff.config.errors import UserError
 from cocodiff.engine.sequence import SequenceRanks
 from cocodiff.exchange.codec import StepInfo, StepNotes
-from cocodiff.models.adapter import Forward, form_of
+from cocodiff.models.adapter import Forward, call_key
 from cocodiff.models.checks import called_often, replace_forward, signature_of
 
 # diffusers fills its registry at the first query. A second thread's query meanwhile would find it incomplete.
@@ -46,7 +46,7 @@ BLOCK_LISTS = (
 class Kept:
     """The results of a computed call that are kept for later calls of the same guidance branch."""
 
-    form: Any  # the form of the call's arguments, see `form_of`
+    form: Any  # the form of the call's arguments, see `call_key`
     step: int  # step of the branch's last call, computed or cached
     first_BLC: Tensor = field(init=False)  # the change that the first block made to this rank's image tokens
     # the change by the other blocks to each tensor that the last one returns; None where it returns None
@@ -120,7 +120,7 @@ class FirstBlockCache:
             self._forget()
         self._run, step = step_info.run, step_info.step
         self._kept = {key: kept for key, kept in self._kept.items() if kept.step >= step - 1}
-        self._call = Call((ranks, branch), ranks, Kept(form_of(dict(arguments)), step))
+        self._call = Call((ranks, branch), ranks, Kept(call_key(dict(arguments)), step))
 
     def bytes_held(self) -> int:
         """Return the bytes that the cache keeps on this rank."""

@@ -49,7 +49,7 @@ class StagedExchange:
         """
         topology, stages = here.topology, Stages(here.topology, here.rank, chunking.chunks)
         self._here, self._from_mb, self.name_of = here, chunking.from_mb, name_of
-        self.chunks, self.sequence, self.hearing = stages.chunks, sum(stages.chunks, ()), stages.hearing
+        self.chunks, self.sequence, self.attending_ranks = stages.chunks, sum(stages.chunks, ()), stages.attending_ranks
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
         self.plans = {way: {name: stages.of(plan, way) for name, plan in plans.items()} for way in ways}

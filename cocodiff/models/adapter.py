@@ -270,7 +270,7 @@ def check_placed(placed: Iterable[tuple[str, Any, Any]], *_: Any) -> None:
             )
 
 
-def form_of(value: Any) -> Any:
+def call_key(value: Any) -> Any:
     """Return a key for the form of a call's arguments: shapes and dtypes of tensors, and values of other arguments.
 
     Calls with equal keys attend in the same way, so that what was found in the first of them holds for all.
@@ -278,9 +278,9 @@ def form_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, dict):
-        return tuple((name, form_of(x)) for name, x in value.items())
+        return tuple((name, call_key(x)) for name, x in value.items())
     if isinstance(value, list | tuple):
-        return tuple(map(form_of, value))
+        return tuple(map(call_key, value))
     return value if isinstance(value, bool | int | str | None) else type(value)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels import Kernels
-from cocodiff.models.adapter import Adapter, Arguments, attention_modules, check_plain, form_of, tensors_in
+from cocodiff.models.adapter import Adapter, Arguments, attention_modules, call_key, check_plain, tensors_in
 from cocodiff.models.checks import replace_forward, signature_of
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Gather, Plan, ShardedModel, as_given
@@ -159,7 +159,7 @@ class PlannedModel(ShardedModel):
         self._check_in_place()
         bound = self._signature.bind(*args, **kwargs)
         given = dict(bound.arguments)
-        form = self._host.sequence, form_of(given)
+        form = self._host.sequence, call_key(given)
         self._begin(form)
         here = [step for step in self._steps if not step.name]
         for step in here:
@@ -188,7 +188,7 @@ class PlannedModel(ShardedModel):
         """Reset what is known of the current call.
 
         Args:
-            form: key of the call by the shapes of its arguments, see `form_of`; None outside of calls.
+            form: key of the call by the shapes of its arguments, see `call_key`; None outside of calls.
         """
         self._followed, self._leaving = self._known.get(form, ({}, {}))
         self._marks = Marks() if form not in self._known else None
@@ -312,7 +312,7 @@ class PlannedModel(ShardedModel):
         """
         rows, sequence = x.shape[gather.dim], self._host.sequence
         if self._marks is not None:
-            facts = sequence.transport.values_of_all([rows, x in self._marks])
+            facts = sequence.transport.all_gather_object([rows, x in self._marks])
             if not all(own for _, own in facts):
                 raise UserError(f"the plan gathers {name!r}, whose tokens were not cut: correct the plan")
             found = segments_of(sequence, [rows for rows, _ in facts])

@@ -97,7 +97,7 @@ def meet(transport: Any) -> None:
     Args:
         transport: this rank's connection to the other ranks.
     """
-    transport.values_of_all(None)
+    transport.all_gather_object(None)
 
 
 def measure_in_turns(

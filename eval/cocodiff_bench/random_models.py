@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
         return self.frames * self.side**2
 
 
-class Benched(NamedTuple):
+class BenchmarkModel(NamedTuple):
     """A class of diffusers' transformers to benchmark, with the arguments that build and call a model of it."""
 
     title: str  # name of the model's family in results
@@ -56,7 +56,7 @@ class Benched(NamedTuple):
     pooled_channels: int = 0  # channels of the real models' pooled prompt; 0 if they take none
 
 
-def random_model(benched: Benched, sizes: Sizes) -> Any:
+def random_model(benched: BenchmarkModel, sizes: Sizes) -> Any:
     """Return a transformer with random weights, the same on every rank, on the device of `sizes`.
 
     Args:
@@ -100,7 +100,7 @@ def in_frames(sizes: Sizes, x: Tensor) -> Tensor:
     return x.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
 
 
-FLUX = Benched(
+FLUX = BenchmarkModel(
     "FLUX",
     "FluxTransformer2DModel",
     lambda sizes: {
@@ -115,7 +115,7 @@ FLUX = Benched(
     lambda sizes, _: {"img_ids": places(sizes, 3), "txt_ids": torch.zeros(sizes.text, 3)},
     pooled_channels=768,
 )
-FLUX_2 = Benched(
+FLUX_2 = BenchmarkModel(
     "FLUX.2",
     "Flux2Transformer2DModel",
     lambda sizes: {
@@ -129,7 +129,7 @@ FLUX_2 = Benched(
     channels=128,
     text_channels=15360,
 )
-SD3 = Benched(
+SD3 = BenchmarkModel(
     "SD3",
     "SD3Transformer2DModel",
     lambda sizes: {
@@ -149,7 +149,7 @@ SD3 = Benched(
     channels=16,
     pooled_channels=2048,
 )
-WAN = Benched(
+WAN = BenchmarkModel(
     "Wan",
     "WanTransformer3DModel",
     lambda sizes: {
@@ -164,7 +164,7 @@ WAN = Benched(
     timesteps=1000,
     text_travels=False,
 )
-QWEN_IMAGE = Benched(
+QWEN_IMAGE = BenchmarkModel(
     "Qwen-Image",
     "QwenImageTransformer2DModel",
     lambda sizes: {
@@ -183,7 +183,7 @@ MODELS = {"flux": FLUX, "wan": WAN, "qwen-image": QWEN_IMAGE}
 OF_FAMILIES = {"FLUX.1": FLUX, "FLUX.2": FLUX_2, "SD3 / SD3.5": SD3, "Qwen-Image": QWEN_IMAGE}
 
 
-def run_inputs(benched: Benched, sizes: Sizes, calls: int, steps: int) -> list[Inputs]:
+def run_inputs(benched: BenchmarkModel, sizes: Sizes, calls: int, steps: int) -> list[Inputs]:
     """Return the arguments of the first `calls` calls of the model in a denoising run. All calls have one prompt.
 
     Noise turns in equal steps into a picture, which changes on the way, as a model's estimate does.

@@ -34,7 +34,7 @@ from cocodiff.cli.doctor.checks import (
     spelled,
 )
 from cocodiff.cli.doctor.command import table
-from cocodiff.cli.doctor.facts import AllToAll, Card, Facts, Issue, LinkTrial, Nic, Overlap, RankFacts
+from cocodiff.cli.doctor.facts import AllToAll, CallTiming, Card, Facts, LinkTrial, Nic, Overlap, RankFacts
 from cocodiff.config.config import load_machine, read_yaml
 from cocodiff.kernels.trial import KernelTrial
 from cocodiff.planner.calibrate import machine_file
@@ -71,7 +71,7 @@ def healthy_job(world: int = 12, host_of: Callable[[int], int] = lambda rank: ra
         [AllToAll("float32", 64, 1e-3)],
         Overlap(1.0, 1.0, 1.05),
         6,
-        [Issue("all-to-all", 4096, 22, 1e-4, 2e-4), Issue("all-to-all", 2**24, 22, 1e-4, 1e-2)],
+        [CallTiming("all-to-all", 4096, 22, 1e-4, 2e-4), CallTiming("all-to-all", 2**24, 22, 1e-4, 1e-2)],
         [
             LinkTrial("sibling", 2**26, 2, 1e-3),
             LinkTrial("plane", 2**20, 10, 4e-4),
@@ -128,7 +128,7 @@ def wrong_trials(*at_once: int) -> Change:
 ON_CPU = ranks(**NODES["cpu"])
 SAFE = setting(CCL_OP_SYNC="1", CCL_ATL_SYNC_COLL="1")
 WRONG_KERNEL = KernelTrial("l1_score", "float32", "[1, 70]", 0.5, "differs by more")
-BLOCKED = [Issue("all-to-all", size, 22, 9e-4, 1e-3) for size in (4096, 2**20)]
+BLOCKED = [CallTiming("all-to-all", size, 22, 9e-4, 1e-3) for size in (4096, 2**20)]
 
 # What is wrong, by its name; what is told of each stands in the snapshots.
 WRONG: dict[str, Change] = {
@@ -202,7 +202,7 @@ JUST_ENOUGH: dict[str, Change] = {
     **changes_of("just enough"),
     "batches that wait as believed": job(pair=HANGS, one_by_one=True),
     "half hidden": job(overlap=Overlap(2.0, 1.0, 2.5)),
-    "calls that return in time": job(issues=[Issue("a", 64, 10, 2e-4, 2e-4), Issue("a", 64, 1, 1e-3, 2e-3)]),
+    "calls that return in time": job(issues=[CallTiming("a", 64, 10, 2e-4, 2e-4), CallTiming("a", 64, 1, 1e-3, 2e-3)]),
     "a thread of ranks on the same cores": both(ranks(cores=(4, 5)), setting(OMP_NUM_THREADS="1"), ON_CPU),
     "copies of a host": both(ranks(library="host memory over mpi"), job(issues=BLOCKED)),
     "memory that grows where oneCCL does not send it": both(ranks(device="cuda:0", library="nccl"), GROWS),
@@ -382,7 +382,7 @@ def test_the_machines_file_has_the_share_of_rates_that_an_all_to_all_reached(sha
     waits alone take as long, nothing is known of the links."""
     nominal_s = 2 * 2**24 / 12 / 11.5e9
     waits = [replace(one, returns_s=22e-6, complete_s=122e-6) for one in BLOCKED]
-    largest = Issue("all-to-all", 2**24, 22, 22e-6, 122e-6 + nominal_s / share)
+    largest = CallTiming("all-to-all", 2**24, 22, 22e-6, 122e-6 + nominal_s / share)
     for issues, found in ((waits, 1.0), ([*waits, largest], min(1.0, share))):
         machine = job(issues=issues, links=())(healthy_job()).machine()
         assert machine.links.link_share == pytest.approx(found, rel=1e-3)
@@ -397,8 +397,8 @@ def test_the_machines_file_has_the_rate_of_each_kind_of_link_and_what_all_at_onc
         for kind, rate, messages in (("sibling", 100, 2), ("plane", 8, 10))
         for size, rate in ((2**26, rate), (2**20, rate / 2))
     ]
-    waits = [Issue("a", 64, 2, 2e-6, 102e-6)]
-    whole = Issue("all-to-all", 2**24, 22, 22e-6, 122e-6 + 2 * 2**24 / 12 / 8e9 / 0.5)
+    waits = [CallTiming("a", 64, 2, 2e-6, 102e-6)]
+    whole = CallTiming("all-to-all", 2**24, 22, 22e-6, 122e-6 + 2 * 2**24 / 12 / 8e9 / 0.5)
     machine = job(issues=[*waits, whole], links=trials)(healthy_job()).machine()
     found = machine.links.sibling_gb_s, machine.links.plane_gb_s, machine.links.nic_gb_s, machine.links.link_share
     assert found == pytest.approx((100, 8, 25, 0.5), rel=1e-2)

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.cli.inpaint import read_alike
+from cocodiff_eval.cli.inpaint import values_to_compare
 from cocodiff_eval.data.masks import Mask, block_mask, center_mask, make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Stack
@@ -207,7 +207,7 @@ def test_ranks_compare_which_slices_each_has_found_masked() -> None:
 
     def told(*masked: bool) -> dict[str, str]:
         mask = Mask("holes", True, (3, 4, 4), lambda index: np.zeros((4, 4), bool), masked)
-        return read_alike([SimpleNamespace(stack=SimpleNamespace(name="tooth"), mask=mask, scale="0 to 9")])
+        return values_to_compare([SimpleNamespace(stack=SimpleNamespace(name="tooth"), mask=mask, scale="0 to 9")])
 
     one, other = told(True, True, False), told(False, True, True)
     assert one == told(True, True, False) and one.keys() == other.keys()

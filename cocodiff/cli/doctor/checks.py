@@ -13,7 +13,17 @@ from functools import partialmethod
 from pathlib import Path
 
 from cocodiff.attention.trial import DeviceTrial
-from cocodiff.cli.doctor.facts import LATE, REQUIRED, Facts, Issue, RankFacts, by_value, name_ranks, planes_of, spelled
+from cocodiff.cli.doctor.facts import (
+    LATE,
+    REQUIRED,
+    CallTiming,
+    Facts,
+    RankFacts,
+    by_value,
+    name_ranks,
+    planes_of,
+    spelled,
+)
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.config.grouping import by_key
@@ -391,7 +401,7 @@ def check_links(facts: Facts, found: Findings) -> None:
     found.otherwise(NOTE, "one rank: no messages")
 
 
-def _told(issue: Issue) -> str:
+def _told(issue: CallTiming) -> str:
     """Return the measured times of a call of one size in words."""
     size = _size(issue.bytes)
     times = f"returns after {issue.returns_s * 1e6:.0f} us, complete after {issue.complete_s * 1e6:.0f} us"

@@ -41,7 +41,7 @@ from cocodiff.jobs.terminal import say
 
 if TYPE_CHECKING:  # torch is imported by the ranks, or once before they are forked
     from cocodiff.cli.doctor.checks import Finding
-    from cocodiff.cli.doctor.facts import Apart, Facts
+    from cocodiff.cli.doctor.facts import Facts, SeparateTrial
     from cocodiff.topology import Topology
 
 FILE = "doctor.json"
@@ -168,7 +168,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
         with step("waiting for the nodes' SYCL kernels", compile_s + usual_s, COMPILE_REMEDY):
-            transport.values_of_all(None, "SYCL kernels")
+            transport.all_gather_object(None, "SYCL kernels")
         pair = ask("pair", transport, launch, values)
         with step("making a group of all ranks"):
             group = transport.group(range(transport.size), TOGETHER[values["messages"]])
@@ -259,7 +259,7 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
 # Trials in jobs of their own, whose ranks may hang or have another value of a variable --------------------------------
 
 
-def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> Apart:
+def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> SeparateTrial:
     """Run a trial in a job of its own, which rank 0 starts on the same tiles in the same way as this job, while all
     ranks wait.
 
@@ -292,7 +292,7 @@ def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> A
                 output = run([*start, *words], timeout=limit_s).stdout
             except (OSError, subprocess.TimeoutExpired) as error:
                 output = getattr(error, "strerror", f"no end within {limit_s:g} s").encode()
-        transport.values_of_all(None, trial)
+        transport.all_gather_object(None, trial)
     lines = [line.partition(REPORT) for line in output.decode(errors="replace").strip().splitlines()]
     return [json.loads(told) for _, found, told in lines if found], [line for line, found, _ in lines if not found][-1:]
 

@@ -54,7 +54,7 @@ for name in sys.argv[1:]:
         sys.modules[name] = None
     print(f"\\n{name}\\t{failed}", flush=True)
 """
-Apart = tuple[list[Any], list[str]]  # a trial in a job of its own: its reports, and the last other line
+SeparateTrial = tuple[list[Any], list[str]]  # a trial in a job of its own: its reports, and the last other line
 BLOCKED_S = 2e-5  # seconds of the host for a message: a library that only queues it takes less
 PACKAGES = (
     *("cocodiff", "torch", "diffusers", "transformers", "safetensors", "numpy", "mpi4py"),
@@ -158,7 +158,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Issue:
+class CallTiming:
     """The measured times of a call that sends and receives messages, on the slowest rank."""
 
     call: str  # name of the call
@@ -198,14 +198,14 @@ class Facts:
     alltoalls: Sequence[AllToAll] = ()  # trials of all-to-alls with known content
     overlap: Overlap | None = None  # times of messages beside other work; None on one rank
     order: int | None = None  # rounds of messages between busy streams, all of them right; None without streams
-    issues: Sequence[Issue] = ()  # times for which calls that send and receive block the host
+    issues: Sequence[CallTiming] = ()  # times for which calls that send and receive block the host
     links: Sequence[LinkTrial] = ()  # times of messages over links of one kind
     needed: int | None = None  # bytes that a rank needs for the model given by --model
     stopped: str = ""  # why the trials were ended early
     messages: str = "auto"  # the setting `messages`
     one_by_one: bool = False  # True if messages of a batch are assumed to wait for each other, see `LaneOwner`
-    pair: Apart = ([], [])  # trial of a batch of two messages, see `trials.report_pair`
-    op_sync: Apart = ([], [])  # trial with the other value of CCL_OP_SYNC, see `trials.report_op_sync`
+    pair: SeparateTrial = ([], [])  # trial of a batch of two messages, see `trials.report_pair`
+    op_sync: SeparateTrial = ([], [])  # trial with the other value of CCL_OP_SYNC, see `trials.report_op_sync`
 
     @property
     def blocked_us(self) -> float:

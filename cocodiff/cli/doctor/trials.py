@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.trial import DeviceTrial, Shape, try_device
-from cocodiff.cli.doctor.facts import AllToAll, Issue, LinkTrial, Overlap
+from cocodiff.cli.doctor.facts import AllToAll, CallTiming, LinkTrial, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import TOGETHER, Group, Pending, Transport
@@ -201,7 +201,7 @@ def overlap(transport: Transport, group: Group) -> Overlap:
 
     def slowest(begin: Callable[[], Any]) -> float:
         _, own = timed(group, device, begin)
-        return transport.over_all(own, max, "the slowest rank")
+        return transport.reduce_object(own, max, "the slowest rank")
 
     exchange().wait()
     alone = min(slowest(exchange) for _ in range(REPEATS))
@@ -346,7 +346,7 @@ def _order_once(transport: Transport, group: Group, busy: Callable[[], Any] | No
     return words
 
 
-def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list[Issue]:
+def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list[CallTiming]:
     """Time the calls that the engine's exchanges and gathers make: until they return, and until their messages have
     arrived. All ranks call it.
 
@@ -386,7 +386,7 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
                 times = [timed(group, device, call) for _ in range(REPEATS)]
                 own = [*map(statistics.median, zip(*times, strict=True))]
                 of_ranks = transport.gather_object(own) or [own]
-            found.append(Issue(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
+            found.append(CallTiming(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
     return found
 
 
@@ -424,7 +424,7 @@ def links(transport: Transport, group: Group, topology: Topology, step: Step = n
             exchange = partial(group.all_to_all, sends, recvs)
             with step(f"messages of {length} bytes over links of kind {kind}"):
                 times = [timed(group, device, exchange)[1] for _ in range(REPEATS + 1)]  # the first is not counted
-                seconds = transport.over_all(statistics.median(times[1:]), max, "the slowest rank")
+                seconds = transport.reduce_object(statistics.median(times[1:]), max, "the slowest rank")
             on_fullest = length * max(of_nics.values()) if kind == "nic" else length
             found.append(LinkTrial(kind, on_fullest, 2 * max(1, len(peers[0])), seconds))
     return found

@@ -92,7 +92,7 @@ class Stages:
         self._stage = [{rows: n for n, ranks in enumerate(of) for rows in ranks} for of in of_rank]
 
     @property
-    def hearing(self) -> list[tuple[int, ...]]:
+    def attending_ranks(self) -> list[tuple[int, ...]]:
         """The ranks that attend to this rank's tokens at each stage: one tuple of ranks a stage."""
         numbers = [of[self._rank] for of in self._stage]
         return [tuple(r for r, n in enumerate(numbers) if n == number) for number in range(len(self.chunks))]

@@ -119,10 +119,12 @@ def start(words: Sequence[str], launch: Launch) -> int:
     prepared = partitioned(prepared, tasks)
     if values["dry_run"] and launch.kind == "alone" and prepared.quality is None:
         say_time_here(prepared, launch, tasks)
-    return start_job(prepared, launch, "slices", "cocodiff_eval.harness.slices:SliceJob", [tasks], read_alike(tasks))
+    return start_job(
+        prepared, launch, "slices", "cocodiff_eval.harness.slices:SliceJob", [tasks], values_to_compare(tasks)
+    )
 
 
-def read_alike(tasks: list[Any]) -> dict[str, str]:
+def values_to_compare(tasks: list[Any]) -> dict[str, str]:
     """Return what ranks have read from the inputs and must agree on, by a phrase for errors: intensity ranges and
     masks.
 

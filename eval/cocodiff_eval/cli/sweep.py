@@ -23,7 +23,7 @@ from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
 from cocodiff.topology import Topology
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, read_alike
+from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, values_to_compare
 from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
 from cocodiff_eval.harness.pipelines import Request
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
@@ -73,7 +73,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
     prepared, tasks = prepare(values, grid, ranks, started)
     job, given = "cocodiff_eval.harness.sweep:SweepJob", (tasks, grid)
-    return start_job(prepared, launch, "slices", job, given, read_alike(tasks))
+    return start_job(prepared, launch, "slices", job, given, values_to_compare(tasks))
 
 
 def check_request(values: dict[str, Any]) -> None:

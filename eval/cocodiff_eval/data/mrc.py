@@ -12,7 +12,7 @@ from cocodiff_eval.data.volume import (
     Metadata,
     NewVolume,
     Stack,
-    kept_alone,
+    format_only_remarks,
     one_unit,
     quiet_libraries,
     reading,
@@ -60,7 +60,7 @@ def open_mrc(file: str) -> Stack:
     labels = "\n".join(label for label in opened.get_labels() if not label.startswith(MADE_BY))
     origin, start = header["origin"].tolist(), header["start"].tolist()
     placed = [f"its origin {origin} and start {start}"] if any(origin + start) else []
-    remarks += kept_alone(file, ["its extended header"] if extended else [], placed)
+    remarks += format_only_remarks(file, ["its extended header"] if extended else [], placed)
     details = {"header": head, "extended": extended}
     return stack_of_array(file, voxels, Metadata("mrc", "", sides, unit, labels, order, {}, details, remarks))
 

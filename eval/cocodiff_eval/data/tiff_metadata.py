@@ -13,7 +13,16 @@ from xml.etree import ElementTree
 import numpy as np
 
 from cocodiff.jobs.declared import read_declared
-from cocodiff_eval.data.volume import Metadata, NewVolume, Sides, kept_alone, one_unit, plain, start_of, unit_symbol
+from cocodiff_eval.data.volume import (
+    Metadata,
+    NewVolume,
+    Sides,
+    format_only_remarks,
+    one_unit,
+    plain,
+    start_of,
+    unit_symbol,
+)
 
 SOFTWARE, DATE, X_RESOLUTION, Y_RESOLUTION, RESOLUTION_UNIT = 305, 306, 282, 283, 296
 ORIENTATION, POSITIONS = 274, (286, 287)  # sides at which row and column 0 lie; position of the image on a page
@@ -72,7 +81,7 @@ def read_metadata(tiff: Any) -> Metadata:
     alone += ["that 0 is white"] * (details["photometric"] == 0)
     alone += ["its position on a page"] * any(code in tags for code in POSITIONS)
     moved += [f"its orientation {details['orientation']}"] * (details["orientation"] != 1)
-    bits, remarks = page.bitspersample, kept_alone(tiff.filename, alone, moved)
+    bits, remarks = page.bitspersample, format_only_remarks(tiff.filename, alone, moved)
     if isinstance(bits, int) and page.dtype and bits not in (1, 8 * page.dtype.itemsize):
         remarks.append(f"{tiff.filename}: {bits} bits a sample; results hold the same values as {page.dtype}")
     declared = read_declared({"_FillValue": tags.get(NODATA)}, np.dtype(page.dtype), tiff.filename)

@@ -222,7 +222,7 @@ def reading(what: str, remedy: str, others: Mapping[str, str] = MappingProxyType
         raise UserError(f"{what} ({one_line(error)}); {fitting}") from error
 
 
-def kept_alone(path: str, things: Sequence[str], moved: Sequence[str] = ()) -> list[str]:
+def format_only_remarks(path: str, things: Sequence[str], moved: Sequence[str] = ()) -> list[str]:
     """Return lines for the user on metadata of an input that results keep only in the input's own format.
 
     Args:

@@ -145,7 +145,7 @@ class Replica:
         """
         if self.count == 1:
             return
-        seen = self.whole.values_of_all(not self.leads or _appears(folder, patience_s))
+        seen = self.whole.all_gather_object(not self.leads or _appears(folder, patience_s))
         blind = [rank for rank, saw in enumerate(seen) if not saw]
         if blind:
             unseen = f"rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there"

@@ -34,7 +34,7 @@ from cocodiff_eval.restore.baseline import METHODS, SMALL, UNTESTED, Window, in_
 TRACE = 1e-12  # weight that is added so that a voxel without other weights gets a value; too small to change others
 
 
-class Making:
+class VolumeRestoration:
     """The restoration of one volume, with the files that hold its parts until they are fused to slices.
 
     modes    Names of the presets.
@@ -274,7 +274,7 @@ class Making:
 class Work(ABC):
     """A unit of work in the restoration of a volume, such as some slices along one axis. One replica makes it."""
 
-    making: Making  # the volume's restoration
+    making: VolumeRestoration  # the volume's restoration
     axis: str  # axis along which its slices lie; empty for a unit without slices
     indices: tuple[int, ...]  # indices of its slices along that axis
     counted: ClassVar[bool] = True  # True if the progress bar counts its slices
@@ -314,7 +314,7 @@ class Restoring(Work):
 
 
 @dataclass(frozen=True)
-class ByModel(Restoring):
+class ModelUnit(Restoring):
     """A unit of work by the model for a volume's result: one sample of each of its slices, in every preset."""
 
     sample: int  # number of the sample along its axis
@@ -348,7 +348,7 @@ class ByModel(Restoring):
 
 
 @dataclass(frozen=True)
-class Solved(Restoring):
+class MethodUnit(Restoring):
     """A unit of work for a volume's result by a method without a model, in slices along z."""
 
     method: str  # name of the method, a key of METHODS
@@ -450,7 +450,7 @@ class SliceTrial(Trial):
         return (ROWS, [[making.number, mode, spent] for mode in making.modes]), (OWN, found_P)
 
 
-def works_of(making: Making) -> list[Work]:
+def works_of(making: VolumeRestoration) -> list[Work]:
     """Return all units of work that a volume may need, in an order that depends on the job's settings and masks alone.
 
     The order is: methods without a model in the test, the model's samples in the test, the model's samples of the
@@ -466,8 +466,8 @@ def works_of(making: Making) -> list[Work]:
             works += [SliceTrial(making, axis, group, place, sample) for axis, group in tested]
     for axis in volume.axes:
         restorable = groups(axis, volume.statistics.restorable(axis))
-        works += [ByModel(making, axis, group, n) for n in range(making.samples) for group in restorable]
+        works += [ModelUnit(making, axis, group, n) for n in range(making.samples) for group in restorable]
     masked, side = (volume.statistics.counts("z") > 0).nonzero()[0].tolist(), side_of_cells(volume.statistics.shape)
     cells = [tuple(group) for _, group in groupby(masked, lambda index: index // side)]
-    works += [Solved(making, "z", group, name) for name in (METHODS if volume.tested else ()) for group in cells]
+    works += [MethodUnit(making, "z", group, name) for name in (METHODS if volume.tested else ()) for group in cells]
     return works

@@ -27,7 +27,7 @@ from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import HiddenRegionReport, judge_test
-from cocodiff_eval.harness.volume_work import Making, Restoring, Trial, Work, works_of
+from cocodiff_eval.harness.volume_work import Restoring, Trial, VolumeRestoration, Work, works_of
 from cocodiff_eval.quality.hidden import Hidden
 
 FUSED_TOGETHER = 8  # most slices along z in a batch that is fused
@@ -57,7 +57,7 @@ class Volumes(Presets):
         super().__init__(session.prepared.presets, session.exact)
         self.quiet, self.store = session.prepared.values["quiet"], session.prepared.output.store
         self.of = {
-            number: Making(session, restorer, number, task, task.volume, hidden.get(number, ()))
+            number: VolumeRestoration(session, restorer, number, task, task.volume, hidden.get(number, ()))
             for number, task in enumerate(tasks)
             if task.volume is not None
         }
@@ -142,7 +142,7 @@ class Volumes(Presets):
         works = {first + n: work for n, work in enumerate(self.works) if isinstance(work, Restoring)}
         return {number: work for number, work in works.items() if work.is_wanted(work.making.verdict)}
 
-    def _judged(self, making: Making, more: Mapping[int, Trial]) -> HiddenRegionReport:
+    def _judged(self, making: VolumeRestoration, more: Mapping[int, Trial]) -> HiddenRegionReport:
         """Return the verdict on a volume after further units of tests are made. Called on rank 0.
 
         Args:

@@ -101,7 +101,7 @@ def all_bytes(row: Mapping[str, Any]) -> str:
     return MISSING if row["bytes"] is None else size(sum(row["bytes"].values()))
 
 
-def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
+def fractions_of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
     """Return two fractions as text: of the bytes that all tokens unchanged would take, those sent, and those waited
     for.
 
@@ -114,7 +114,7 @@ def of_whole(row: Mapping[str, Any]) -> tuple[str, str]:
     return (number(sent / whole, 3), number((sent - late) / whole, 3)) if whole else (MISSING, MISSING)
 
 
-def parted(name: str) -> tuple[str, int]:
+def split_name(name: str) -> tuple[str, int]:
     """Split the name of a row of metrics.json into its stack and the number of its slice there.
 
     It is `scan` and 12 for `scan[12]`, `scan` and 0 for `scan`.
@@ -130,7 +130,7 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, in
     quality is the mean, and rank seconds and bytes are the sum. Seconds are those of the replica that took longest.
     """
     found = []
-    for (name, mask), of_mask in by_key(((parted(row["name"])[0], row["mask"]), row) for row in rows).items():
+    for (name, mask), of_mask in by_key(((split_name(row["name"])[0], row["mask"]), row) for row in rows).items():
         by_mode = by_key((row["mode"], row) for row in of_mask).values()
         found.append((name, mask, max(map(len, by_mode)), [*map(_together, by_mode)]))
     return found
@@ -141,7 +141,7 @@ def _together(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(rows) == 1:
         return rows[0]
     together = of_slices(rows)
-    together |= {"name": parted(rows[0]["name"])[0], "seconds": _wall_seconds(rows)}
+    together |= {"name": split_name(rows[0]["name"])[0], "seconds": _wall_seconds(rows)}
     judged = [row for row in rows if row.get("baseline") is not None]
     if judged:
         quality = {key: mean([row["baseline"][key] for row in judged]) for key in QUALITY}
@@ -276,7 +276,7 @@ class Series:
 
     def number(self, name: str) -> int:
         """Return the number in the series of the slice or image with this name in metrics.json."""
-        return parted(name)[1] if self.stack is not None else self.names.index(name)
+        return split_name(name)[1] if self.stack is not None else self.names.index(name)
 
     @property
     def left(self) -> list[int]:
@@ -300,7 +300,7 @@ def key_of(name: str, mask: str | None, of_stacks: Mapping[str, range]) -> tuple
         mask: its mask; None for a generated image.
         of_stacks: for each stack the range of its slices' numbers.
     """
-    base, _ = parted(name)
+    base, _ = split_name(name)
     return (base if mask is not None and (base != name or len(of_stacks.get(name, ())) > 1) else None), mask
 
 
@@ -322,7 +322,7 @@ def series_of(
         series = found.setdefault(key, Series(*key))
         if series.stack is None and (not series.names or series.names[-1] != row["name"]):
             series.names.append(row["name"])
-        number = parted(row["name"])[1] if series.stack is not None else len(series.names) - 1
+        number = split_name(row["name"])[1] if series.stack is not None else len(series.names) - 1
         series.rows.setdefault(number, []).append(row)
     for series in found.values():
         known = of_stacks.get(series.stack or "", range(len(series.names)))
@@ -496,8 +496,11 @@ def quality_table(
             Column(head, [MISSING if row["bytes"] is None else size(row["bytes"][link]) for row in told])
             for link, head in LINK_HEADS.items()
         ),
-        Column("of whole", [of_whole(row)[0] for row in told]),
-        *([Column("waited for", [of_whole(row)[1] for row in told])] * any("bytes_late" in row for row in rows)),
+        Column("of whole", [fractions_of_whole(row)[0] for row in told]),
+        *(
+            [Column("waited for", [fractions_of_whole(row)[1] for row in told])]
+            * any("bytes_late" in row for row in rows)
+        ),
     ]
     return Table.of(label, columns, [row["mode"] == "biharmonic" for row in told])
 
