@@ -29,7 +29,7 @@ from cocodiff.config.config import Config
 from cocodiff.jobs.ranks import run_ranks
 
 STAND_IN = "from cocodiff.cli.doctor import trials"
-STAND_IN += "; trials.report_pair = lambda transport, *_: [transport.library, transport.all_gather_object(transport.rank)]"
+STAND_IN += "; trials.report_pair = lambda ranks, *_: [ranks.library, ranks.all_gather_object(ranks.rank)]"
 command.python_words = lambda code: launch.python_words(f"{STAND_IN}; {code}")
 VALUES = {"device": "cpu", "messages": "auto", "patience_s": 100.0, "timeout_s": 60.0}
 
