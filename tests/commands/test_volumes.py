@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
+from cocodiff_eval.restore.baseline import METHODS, UNTESTED
 from killed_runs import results
 from warm import forked
 
 from cocodiff.cli.main import main
 
 SHAPE = (20, 32, 40)
-HOLES, SLAB, CELLS = (np.zeros(SHAPE, np.uint8) for _ in range(3))
+HOLES, SLAB, CELLS, COMB = (np.zeros(SHAPE, np.uint8) for _ in range(4))
 HOLES[4:10, 5:13, 6:15] = HOLES[11:17, 18:26, 22:31] = 255
 SLAB[8:11] = 255
 CELLS[:, 6:14, 8:16] = CELLS[:, 20:26, 24:32] = 255
-MASKS = {"holes": HOLES, "slab": SLAB, "cells": CELLS}
+COMB[1::2] = 255
+MASKS = {"holes": HOLES, "slab": SLAB, "cells": CELLS, "comb": COMB}
 
 
 def scans() -> dict[str, np.ndarray]:
@@ -146,7 +148,7 @@ def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Pat
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mask", "method", "least_db"),
-    [("lines", "holes", "linear across z", 90.0), ("noise", "slab", "total variation in 3-D", 16.5)],
+    [("lines", "holes", "linear across z", 90.0), ("noise", "slab", "autoregression in 3-D, 1 voxel", 16.5)],
 )
 def test_the_mean_leans_on_a_method_without_a_model_that_is_better(
     folder: Path, tmp_path: Path, name: str, mask: str, method: str, least_db: float
@@ -172,6 +174,18 @@ def test_nothing_is_sampled_where_a_method_without_a_model_is_ahead(folder: Path
         all(np.array_equal(mean, one) for one in samples) and not image(tmp_path / "out", "_spread", name="lines").any()
     )
     assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_methods_without_a_model_are_written_where_nothing_can_be_hidden(folder: Path, tmp_path: Path) -> None:
+    """The mean of two, as nothing speaks for the model."""
+    assert main(words(folder, tmp_path / "out", "--samples", 3, "--keep_samples", mask="comb")) == 0
+    found = metrics_of(tmp_path / "out")
+    (volume,), ((outcome,), known) = found["volumes"], (found["outcomes"], COMB == 0)
+    assert volume["weights"] == dict.fromkeys(UNTESTED, 0.5) and volume["hidden_regions"] == 0
+    assert outcome["kind"] == "unknown"
+    mean, sample = (image(tmp_path / "out", end, mask="comb") for end in ("", "_sample_1"))
+    made = [METHODS[name].solve(np.where(known, SCANS["scan"], 0) / 60000, ~known) for name in UNTESTED]
+    assert np.abs(mean / 60000 - np.mean(made, axis=0)).max() < 1e-3 and np.array_equal(mean, sample)
 
 
 @pytest.mark.sample(1)

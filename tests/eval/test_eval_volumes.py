@@ -26,6 +26,7 @@ from cocodiff_eval.restore.baseline import (
     SMOOTH,
     Method,
     Window,
+    autoregression,
     in_cells,
     laplace,
     linear,
@@ -318,6 +319,27 @@ def test_methods_in_three_dimensions_continue_what_is_smooth() -> None:
     assert np.isnan(smooth_continuation(known_ZYX, marked(SHAPE, np.s_[4]), axes=(1, 2))[4]).all()
 
 
+@pytest.mark.parametrize("side", [1, 2])
+def test_an_autoregression_goes_on_as_known_voxels_do(side: int) -> None:
+    """Waves go on through a hole that is longer than they are; far from known noise its mean is approached."""
+    z, y, x = np.indices(SHAPE)
+    noise_ZYX = np.random.default_rng(0).random(SHAPE)
+    for volume, box, least in (
+        (0.5 + 0.3 * np.sin(x / 1.2 + z / 5) * np.cos(y / 2), np.s_[6:14, 8:16, 9:20], 0.02),
+        (noise_ZYX.cumsum(0), np.s_[:, 8:16, 9:20], None),
+        (noise_ZYX, np.s_[12:, 14:, 16:], None),
+        (np.full(SHAPE, 0.4), np.s_[6:14], 1e-9),
+    ):
+        mask_ZYX = marked(SHAPE, box)
+        found = autoregression(np.where(mask_ZYX, np.nan, volume), mask_ZYX, side)
+        np.testing.assert_array_equal(found[~mask_ZYX], volume[~mask_ZYX])
+        error, of_smooth = (np.abs(one - volume).max() for one in (found, smooth_continuation(volume, mask_ZYX)))
+        assert error <= (of_smooth if least is None else least)
+    mask_ZYX = marked(SHAPE, np.s_[12:, 14:, 16:])
+    deep = autoregression(noise_ZYX, mask_ZYX, side)[-4:, -4:, -4:]
+    assert np.abs(deep - noise_ZYX[~mask_ZYX].mean()).max() < 0.02
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("small", [True, False])
 def test_a_method_makes_the_same_in_cells_as_of_the_whole(
@@ -513,6 +535,13 @@ def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(y: int, x: int, 
 
 def test_nothing_is_hidden_where_everything_touches_the_mask() -> None:
     assert hide(survey_of(marked(BIG, np.s_[::2]), np.zeros(BIG)), 8, seed=0) == ()
+
+
+def test_gaps_that_cross_are_hidden_one_by_one() -> None:
+    survey = survey_of(marked(BIG, np.s_[:, 20:23], np.s_[:, :, 30:32]))
+    rounds = [one for seed in range(4) for one in hide(survey, 8, seed)]
+    shapes = {piece.shape for one in rounds for piece in one.pieces}
+    assert shapes == {(40, 3, 48), (40, 44, 2)} and not any(one.cut for one in rounds)
 
 
 def try_members(seed: int) -> tuple[Volume, list[HiddenRound]]:

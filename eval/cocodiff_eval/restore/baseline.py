@@ -186,7 +186,7 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
         mask: True where to restore. At least one voxel must be known.
         side: the farthest voxel along each axis that predictions are made from.
     """
-    from scipy.fft import irfftn, rfftn
+    from scipy.fft import irfftn, next_fast_len, rfftn
     from scipy.sparse.linalg import LinearOperator, cg
 
     restored = np.where(mask, 0.0, image01).astype(np.float64)
@@ -199,6 +199,8 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
     beyond = [(margin * (a == 0 < n - 1), margin * (b == n > 1)) for (a, b), n in zip(ends, shape, strict=True)]
     window = tuple(slice(*end) for end in ends)
     hidden, known = np.pad(mask[window], beyond, constant_values=True), np.pad(apart[window], beyond)
+    more = [(0, next_fast_len(length, True) - length) for length in hidden.shape]
+    hidden, known = np.pad(hidden, more), np.pad(known, more)
     kernel, (offsets_KD, weights_K) = np.zeros(hidden.shape), predictor(apart, mask, side)
     kernel[tuple((offsets_KD % hidden.shape).T)] = weights_K
     power = np.square(np.abs(rfftn(kernel)))
@@ -214,7 +216,7 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
     by_power, by_inverse = (
         LinearOperator((count, count), partial(filtered, spectrum=one), dtype=float) for one in (power, inverse)
     )
-    known[hidden], _ = cg(by_power, right_P, rtol=1e-3, maxiter=200, M=by_inverse)
+    known[hidden], _ = cg(by_power, right_P, rtol=1e-2, maxiter=200, M=by_inverse)
     inner = tuple(slice(before, before + b - a) for (before, _), (a, b) in zip(beyond, ends, strict=True))
     restored[window] = np.where(mask[window], known[inner] + mean, restored[window])
     return restored
