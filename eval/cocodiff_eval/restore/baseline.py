@@ -200,7 +200,7 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
     window = tuple(slice(*end) for end in ends)
     hidden, known = np.pad(mask[window], beyond, constant_values=True), np.pad(apart[window], beyond)
     more = [(0, next_fast_len(length, True) - length) for length in hidden.shape]
-    hidden, known = np.pad(hidden, more), np.pad(known, more)
+    hidden, known = np.pad(hidden, more, constant_values=True), np.pad(known, more)
     kernel, (offsets_KD, weights_K) = np.zeros(hidden.shape), predictor(apart, mask, side)
     kernel[tuple((offsets_KD % hidden.shape).T)] = weights_K
     power = np.square(np.abs(rfftn(kernel)))
@@ -216,7 +216,7 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
     by_power, by_inverse = (
         LinearOperator((count, count), partial(filtered, spectrum=one), dtype=float) for one in (power, inverse)
     )
-    known[hidden], _ = cg(by_power, right_P, rtol=1e-2, maxiter=200, M=by_inverse)
+    known[hidden], _ = cg(by_power, right_P, rtol=1e-3, maxiter=200, M=by_inverse)
     inner = tuple(slice(before, before + b - a) for (before, _), (a, b) in zip(beyond, ends, strict=True))
     restored[window] = np.where(mask[window], known[inner] + mean, restored[window])
     return restored
