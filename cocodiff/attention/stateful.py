@@ -202,7 +202,7 @@ class SharedNotes:
         self._everyone = everyone  # the ranks that share the sequence; None for one rank, which notes nothing
         self._trace = Trace() if everyone is None else everyone.trace
         self._noted: list[CallNotes] = []
-        self._blocks: list[Tensor] = []  # their memory, for NOTED_SITES calls each
+        self._blocks: list[Tensor] = []  # their memory, for NOTED_CALLS calls each
         self._deciding: tuple[list[CallNotes], LaneFuture[list[Any] | None]] | None = None
 
     def of_call(self, device: torch.device, state: LayerState) -> CallNotes:

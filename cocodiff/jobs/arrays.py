@@ -315,7 +315,9 @@ def _watch(job: Popen[str], out: Path, progress: bool, timeout_s: float | str) -
                 job.wait(LOOK_S)
                 return
             # The time is counted in looks, since this process may be stopped too (Ctrl-Z).
-            is_stopped = os.waitid(os.P_PID, job.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+            # Without WEXITED a job that has just ended would be an error.
+            state = os.waitid(os.P_PID, job.pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            is_stopped = state is not None and state.si_code == os.CLD_STOPPED
             stopped_s = stopped_s + LOOK_S if is_stopped else 0.0
             if is_stopped and stopped_s > float(timeout_s):
                 job.kill()

@@ -409,8 +409,12 @@ def _report(alone: Launch, ends: dict[int, End], left: str) -> int:
 
 
 def note_cause(launch: Launch, rank: int, end: End) -> None:
-    """Write the rank by which a job ends, and that rank's end, into the file `launch.cause`, if there is one."""
-    if launch.cause is not None:
+    """Write the rank by which a job fails, and that rank's end, into the file `launch.cause`, if there is one.
+
+    Ends that are no failure are not written.
+    """
+    if launch.cause is not None and end.kind not in ("done", "interrupted"):
+        os.ftruncate(launch.cause, 0)
         os.pwrite(launch.cause, json.dumps([rank, vars(end)]).encode(), 0)
 
 

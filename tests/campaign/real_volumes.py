@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import tifffile
 from cocodiff_eval.data.masks import block_mask
-from cocodiff_eval.restore.baseline import METHODS, UNTESTED
+from cocodiff_eval.restore.baseline import AUTOREGRESSIONS, METHODS
 from scipy import ndimage
 
 import cocodiff
@@ -177,7 +177,7 @@ def try_simple(truth: np.ndarray, mask: np.ndarray, low: float, high: float) -> 
     """Yield PSNR in dB and the name of each method that restores the whole mask. Slices are volumes of one slice."""
     image = np.where(mask, 0.0, (truth.astype(float) - low) / (high - low)).reshape(-1, *truth.shape[-2:])
     holes = mask.reshape(image.shape)
-    methods = {name: method.solve for name, method in METHODS.items() if name not in UNTESTED}
+    methods = {name: method.solve for name, method in METHODS.items() if name not in AUTOREGRESSIONS}
     for name, solve in {**methods, "nearest": nearest, "mean around": mean_around}.items():
         found = solve(image, holes)[holes] * (high - low) + low
         if np.isfinite(found).all():

@@ -273,6 +273,22 @@ def test_a_rank_that_is_lost_is_named(
     assert (error.value.rank, error.value.reason) == (lost, said)
 
 
+def test_a_job_that_ends_while_it_is_looked_at_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a wait that has run out and a look whether it is stopped."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as job:
+        os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOWAIT)
+        wait, waits = job.wait, iter([subprocess.TimeoutExpired("job", 0)])
+
+        def run_out(limit_s: float | None = None) -> int:
+            for error in waits:
+                raise error
+            return wait(limit_s)
+
+        monkeypatch.setattr(job, "wait", run_out)
+        watch_of_restore()(job, tmp_path, False, 5)
+        assert job.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("of", "raised", "error"),
     [

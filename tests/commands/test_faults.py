@@ -16,7 +16,7 @@ from warm import forked
 
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
-from cocodiff.jobs.ranks import End, read_cause
+from cocodiff.jobs.ranks import End, note_cause, read_cause
 
 pytestmark = pytest.mark.processes
 HANGS_S = 40.0  # a run that has not ended by then hangs
@@ -101,3 +101,14 @@ def test_the_cause_of_a_bad_end_is_noted_for_who_started_the_job(capsys: pytest.
         wanted = UserError(reason) if rank is None else PeerLost(rank, reason)
         assert (type(error), error.args) == (type(wanted), wanted.args)
         assert code == (2 if rank is None else 1) and f"cocodiff: {error}" in line
+
+
+def test_the_last_cause_counts_and_an_end_without_failure_is_none() -> None:
+    with os.fdopen(os.memfd_create("cause")) as file:
+        launch = Launch(cause=file.fileno())
+        for end in (End("done"), End("interrupted", "interrupted")):
+            note_cause(launch, 0, end)
+            assert read_cause(file.fileno()) is None
+        for end in (End("failed", "in many words", "a traceback\n" * 9), End("mistake", "short")):
+            note_cause(launch, 0, end)
+        assert str(read_cause(file.fileno())) == "short"

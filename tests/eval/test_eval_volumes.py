@@ -22,6 +22,7 @@ from cocodiff_eval.quality.fusing import (
 )
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.restore.baseline import (
+    AUTOREGRESSIONS,
     METHODS,
     SMOOTH,
     Method,
@@ -340,6 +341,17 @@ def test_an_autoregression_goes_on_as_known_voxels_do(side: int) -> None:
     assert np.abs(deep - noise_ZYX[~mask_ZYX].mean()).max() < 0.02
 
 
+def test_an_autoregression_makes_nothing_of_voxels_too_dense_to_learn_from() -> None:
+    """Rather than a constant; and fewer of them suffice where it reaches less far."""
+    volume = np.random.default_rng(0).random(SHAPE).cumsum(0)
+    for step, made in ((2, (False, False)), (3, (True, False)), (7, (True, True))):
+        mask_ZYX = marked(SHAPE, np.s_[1::step])
+        found = [autoregression(volume, mask_ZYX, side) for side in (1, 2)]
+        assert tuple(np.isfinite(one[mask_ZYX]).all() for one in found) == made
+        for one, finite in zip(found, made, strict=True):
+            assert np.isnan(one[mask_ZYX]).all() != finite and np.array_equal(one[~mask_ZYX], volume[~mask_ZYX])
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("small", [True, False])
 def test_a_method_makes_the_same_in_cells_as_of_the_whole(
@@ -363,7 +375,7 @@ def test_a_method_makes_the_same_in_cells_as_of_the_whole(
     np.testing.assert_allclose(found, whole, atol=0.01)
     assert "3-D" not in name or max(windows) == volume.size
     near = METHODS[name]._replace(reach=(2, 2, 2))
-    if "3-D" in name:  # two voxels around this one everything is masked
+    if METHODS[name].fills:  # two voxels around this one everything is masked
         assert np.isfinite(in_cells(near, read, SHAPE, np.array([[10, 12, 14]]))).all() and max(windows[-2:]) > 5**3
 
 
@@ -460,6 +472,15 @@ def check_regions(found: Hidden, mask_ZYX: np.ndarray) -> None:
 
 def volume_of_mask(mask_ZYX: np.ndarray, axes: str = AXES) -> Volume:
     return Volume(tuple(axes), True, True, census_of(mask_ZYX), mask_ZYX.__getitem__)
+
+
+def test_autoregressions_are_tried_where_few_cells_have_masked_voxels() -> None:
+    """Cells of 64 voxels of a large volume: 5 x 5 x 5 with a masked voxel each, against all 5 x 5 of one slab."""
+    mask_ZYX = np.zeros((320, 320, 320), bool)
+    mask_ZYX[70] = True
+    assert volume_of_mask(mask_ZYX).methods == [*METHODS]
+    mask_ZYX[::64, ::64, ::64] = True
+    assert volume_of_mask(mask_ZYX).methods == [name for name in METHODS if name not in AUTOREGRESSIONS]
 
 
 @pytest.mark.parametrize("count", [1, 300])

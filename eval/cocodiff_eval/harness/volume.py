@@ -25,7 +25,7 @@ from cocodiff_eval.data.volume import Reader, Stack, format_shape
 from cocodiff_eval.quality.fusing import Intervals, Lead, mean_or_member, near_best, products_in_blocks, spread_about
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
-from cocodiff_eval.restore.baseline import METHODS, NEAR, SMALL
+from cocodiff_eval.restore.baseline import AUTOREGRESSIONS, HARMONIC, METHODS, MOST_CELLS, SMALL, side_of_cells
 
 AUTO = "auto"  # value of `--axes` that lets the test choose
 OWN = "cocodiff"  # name, among figures, of the average that is written
@@ -67,6 +67,17 @@ class Volume:
     # slice of it along z.
     statistics: MaskStatistics
     read_mask: Reader
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of the methods without a model that are tried. Autoregressions are left out if they would take
+        long."""
+        masks, side = self.statistics, side_of_cells(self.statistics.shape)
+        starts = [np.arange(0, length, side) for length in masks.shape]
+        rows, columns = (np.add.reduceat(of, starts[0]) for of in (masks.rows_ZY, masks.columns_ZX))
+        in_rows, in_columns = np.add.reduceat(rows, starts[1], 1) > 0, np.add.reduceat(columns, starts[2], 1) > 0
+        cells = int((in_rows.sum(axis=1) * in_columns.sum(axis=1)).sum())
+        return [name for name in METHODS if cells <= MOST_CELLS or name not in AUTOREGRESSIONS]
 
     def restores(self, axes: Sequence[str]) -> bool:
         """Return True if slices along some axes restore every masked voxel: along one of them no slice is masked
@@ -586,8 +597,8 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
     weights, simple_P = found.without_model()
     share, error_P = found.with_model(simple_P, of_model_P)
     weights = {name: (1 - share) * weight for name, weight in weights.items() if share < 1}
-    if not share and all(0 in METHODS[name].reach for name in weights):
-        weights[NEAR] = 0.0  # restores voxels that the other methods leave
+    if not share and not any(METHODS[name].fills for name in weights):
+        weights[HARMONIC] = 0.0  # restores voxels that the other methods leave
     weights = {axis: share * weight for axis, weight in axes.items() if share} | weights
     at_P = np.isfinite(error_P)
     values = [found.own[axis][:, at_P] for axis in axes if share]

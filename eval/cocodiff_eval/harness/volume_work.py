@@ -67,7 +67,8 @@ class VolumeRestoration:
         self.leads, self.costs = session.replica.leads, dict[str, list[Cost]]()
         axes = volume.axes[: self.samples]
         axes = axes if volume.restores(axes) else volume.axes
-        members = UNTESTED if volume.tested and not hidden else axes
+        untested = [name for name in UNTESTED if name in volume.methods]
+        members = untested if volume.tested and not hidden else axes
         self.verdict = HiddenRegionReport(dict.fromkeys(members, 1 / len(members)))
 
     def groups(self, axis: str, indices: Sequence[int]) -> list[tuple[int, ...]]:
@@ -259,7 +260,7 @@ class VolumeRestoration:
                 drawn.append(seen_P / samples if tested else shares[-1])
         for name in verdict.others:
             values.append(self.file(name).read(index).astype(np.float64))
-            trace = 0.0 if verdict.axes or 0 in METHODS[name].reach else TRACE
+            trace = TRACE if METHODS[name].fills and not verdict.axes else 0.0
             shares.append(np.where(np.isfinite(values[-1]), verdict.weights[name] + trace, 0.0))
             drawn.append(np.zeros(count) if verdict.axes else shares[-1])
         return np.stack(values), np.stack(shares), np.stack(drawn)
@@ -410,7 +411,7 @@ class Trial(Work):
             return ()
         points_P3, shape = self.making.judged[self.round], self.making.volume.statistics.shape
         read = self.making.reader(self.making.hidden[self.round])
-        return ((name, in_cells(method, read, shape, points_P3)) for name, method in METHODS.items())
+        return ((name, in_cells(METHODS[name], read, shape, points_P3)) for name in self.making.volume.methods)
 
 
 class SliceTrial(Trial):
@@ -469,5 +470,7 @@ def works_of(making: VolumeRestoration) -> list[Work]:
         works += [ModelUnit(making, axis, group, n) for n in range(making.samples) for group in restorable]
     masked, side = (volume.statistics.counts("z") > 0).nonzero()[0].tolist(), side_of_cells(volume.statistics.shape)
     cells = [tuple(group) for _, group in groupby(masked, lambda index: index // side)]
-    works += [MethodUnit(making, "z", group, name) for name in (METHODS if volume.tested else ()) for group in cells]
+    works += [
+        MethodUnit(making, "z", group, name) for name in (volume.methods if volume.tested else ()) for group in cells
+    ]
     return works

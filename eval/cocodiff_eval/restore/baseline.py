@@ -52,9 +52,9 @@ CELL, REACH = 64, 32  # voxels: side of the cells that are solved at once, and w
 SMALL = 2**21  # voxels; smaller volumes have cells of twice that side, so that most are solved in one piece
 WHOLE = 2**40  # a reach in voxels that includes the whole axis
 TV_ROUNDS, TV_EDGE = 12, 0.01  # rounds of reweighting; the difference below which squares are minimised
-# Of autoregressions: most voxels that coefficients are learnt from, the ridge as a share of the variance, and the least
-# value of the spectrum that is inverted, as a share of its mean.
-AR_FITTED, AR_RIDGE, AR_FLOOR = 10000, 1e-3, 1e-3
+# Of autoregressions: most voxels that coefficients are learnt from, and fewest for each coefficient; the ridge as a
+# share of the variance, and the least value of the spectrum that is inverted, as a share of its mean.
+AR_FITTED, AR_FEWEST, AR_RIDGE, AR_FLOOR = 10000, 4, 1e-3, 1e-3
 Window = tuple[slice, slice, slice]  # a part of a volume, [Z, Y, X]
 # a function of an image and its mask that returns the restored image
 Solver = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -177,7 +177,8 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
 
     The squared errors of its predictions, summed over all voxels, are the least possible (Janssen, Veldhuis and Vries
     1986). So texture and edges go on as they do elsewhere, and far from known voxels their mean is approached. What
-    lies beyond the array's borders is unknown, as what is masked. The image may have any number of dimensions.
+    lies beyond the array's borders is unknown, as what is masked. Masked voxels become NaN if too few voxels are known
+    with all their neighbours to learn from (`predictor`). The image may have any number of dimensions.
 
     All sums are convolutions. The inverse of the spectrum is the preconditioner of the conjugate gradients.
 
@@ -194,6 +195,9 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
         return restored
     mean, shape, margin = restored[~mask].mean(), mask.shape, 2 * side
     apart, at = np.where(mask, 0.0, restored - mean), np.argwhere(mask)
+    learnt = predictor(apart, mask, side)
+    if learnt is None:
+        return np.where(mask, np.nan, restored)
     first, last = np.maximum(at.min(axis=0) - margin, 0), np.minimum(at.max(axis=0) + 1 + margin, shape)
     ends = [*zip(first.tolist(), last.tolist(), strict=True)]
     beyond = [(margin * (a == 0 < n - 1), margin * (b == n > 1)) for (a, b), n in zip(ends, shape, strict=True)]
@@ -201,7 +205,7 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
     hidden, known = np.pad(mask[window], beyond, constant_values=True), np.pad(apart[window], beyond)
     more = [(0, next_fast_len(length, True) - length) for length in hidden.shape]
     hidden, known = np.pad(hidden, more, constant_values=True), np.pad(known, more)
-    kernel, (offsets_KD, weights_K) = np.zeros(hidden.shape), predictor(apart, mask, side)
+    kernel, (offsets_KD, weights_K) = np.zeros(hidden.shape), learnt
     kernel[tuple((offsets_KD % hidden.shape).T)] = weights_K
     power = np.square(np.abs(rfftn(kernel)))
 
@@ -222,11 +226,12 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
     return restored
 
 
-def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the filter that leaves the errors of an autoregression: offsets of K voxels, int [K, D], and weights [K].
 
     Each voxel is predicted from those before it, in the order of memory, with the coefficients of least squared error
-    over at most AR_FITTED random voxels.
+    over at most AR_FITTED random voxels that are known with all that predicts them. Return None if there are fewer
+    than AR_FEWEST of these for each coefficient, as where every second slice is masked.
 
     Args:
         apart: the differences from the mean.
@@ -236,12 +241,19 @@ def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarra
     reach = [min(side, (length - 1) // 2) for length in mask.shape]
     around = product(*(range(-one, one + 1) for one in reach))
     offsets_KD = np.array([(0,) * mask.ndim, *(one for one in around if one < (0,) * mask.ndim)])
-    inner = tuple(slice(one, length - one) for one, length in zip(reach, mask.shape, strict=True))
-    points_PD = np.argwhere(~mask[inner]) + reach
+    ends = [*zip(reach, mask.shape, strict=True)]
+    whole = np.ones([length - 2 * one for one, length in ends], dtype=bool)
+    for offset in offsets_KD.tolist():
+        whole &= ~mask[
+            tuple(slice(one + by, length - one + by) for (one, length), by in zip(ends, offset, strict=True))
+        ]
+    points_PD = np.argwhere(whole) + reach
+    if len(points_PD) < AR_FEWEST * len(offsets_KD):
+        return None
     points_PD = np.random.default_rng(0).permutation(points_PD)[:AR_FITTED]
     places_PK = np.ravel_multi_index(tuple((points_PD[:, None] + offsets_KD).transpose(2, 0, 1)), mask.shape)
-    values_PK = apart.ravel()[places_PK[~mask.ravel()[places_PK].any(axis=1)]]
-    products_KK = values_PK.T @ values_PK / max(1, len(values_PK))
+    values_PK = apart.ravel()[places_PK]
+    products_KK = values_PK.T @ values_PK / len(values_PK)
     ridge_KK = (AR_RIDGE * products_KK[0, 0] + 1e-12) * np.eye(len(offsets_KD) - 1)
     return offsets_KD, np.append(1.0, -np.linalg.solve(products_KK[1:, 1:] + ridge_KK, products_KK[0, 1:]))
 
@@ -251,22 +263,29 @@ class Method(NamedTuple):
 
     solve: Solver  # restores the image of a window
     reach: Triple  # voxels that its window extends beyond the voxels to restore, along z, y and x
+    fills: bool = True  # False if it may leave some voxels without a value (NaN)
 
 
 AROUND = (REACH, REACH, REACH)
 VARIATION, SMOOTH, HARMONIC = "total variation in 3-D", "biharmonic in 3-D", "Laplace in 3-D"
 NEAR, FAR = "autoregression in 3-D, 1 voxel", "autoregression in 3-D, 2 voxels"
-UNTESTED = (NEAR, FAR)  # methods whose mean is written where nothing can be hidden
+AUTOREGRESSIONS = (NEAR, FAR)
+# The methods whose mean is written where nothing can be hidden: one that is best for noise and texture with another one
+# that is best for smooth volumes, and restores what is too dense for the former.
+UNTESTED = (NEAR, FAR, SMOOTH)
+# Autoregressions take up to half a minute for each cell (`in_cells`). They are not tried if more cells than these may
+# have masked voxels.
+MOST_CELLS = 64
 METHODS = {
-    "linear across z": Method(partial(linear, axis=0), (WHOLE, 0, 0)),
-    "linear across y": Method(partial(linear, axis=1), (0, WHOLE, 0)),
-    "linear across x": Method(partial(linear, axis=2), (0, 0, WHOLE)),
-    "biharmonic": Method(partial(smooth_continuation, axes=(1, 2)), (0, REACH, REACH)),
+    "linear across z": Method(partial(linear, axis=0), (WHOLE, 0, 0), fills=False),
+    "linear across y": Method(partial(linear, axis=1), (0, WHOLE, 0), fills=False),
+    "linear across x": Method(partial(linear, axis=2), (0, 0, WHOLE), fills=False),
+    "biharmonic": Method(partial(smooth_continuation, axes=(1, 2)), (0, REACH, REACH), fills=False),
     HARMONIC: Method(laplace, AROUND),
     VARIATION: Method(total_variation, AROUND),
     SMOOTH: Method(smooth_continuation, AROUND),
-    NEAR: Method(partial(autoregression, side=1), AROUND),
-    FAR: Method(partial(autoregression, side=2), AROUND),
+    NEAR: Method(partial(autoregression, side=1), AROUND, fills=False),
+    FAR: Method(partial(autoregression, side=2), AROUND, fills=False),
 }
 
 
