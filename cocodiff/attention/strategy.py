@@ -23,15 +23,14 @@ from cocodiff.topology.layout import Segments
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """Do nothing: the default for a function that a caller may give, such as `LazyQKV.meanwhile`."""
 
 
 class LazyQKV(NamedTuple):
-    """The queries, keys and values of a call. They are projected when they are asked for, so that a strategy decides on
-    the order.
+    """The queries, keys and values of one attention call, each computed when its function is called.
 
-    Calls of `q`, `k` and `v` return this rank's rows [B, L, H, D] of all segments in the model's order, normalised and
-    rotated.
+    So attention decides in which order they are projected and sent. The functions `q`, `k` and `v` return this rank's
+    rows [B, L, H, D] of all segments in the model's order, normalised and rotated.
     """
 
     q: Callable[[], Tensor]
@@ -47,12 +46,16 @@ class LazyQKV(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerKey:
-    """The key of everything that is kept between steps: one attention layer of one model, for one guidance branch."""
+    """The key under which a codec keeps tensors of an attention layer between denoising steps.
+
+    It stands for one layer of one model, for one guidance branch.
+    """
 
     layer: str  # name of the layer's module
     branch: int = 0  # index of the guidance branch
 
     @cached_property
     def kind(self) -> str:
-        """The layer's name without numbers, which groups layers in sums, e.g. "transformer_blocks.attn"."""
+        """The layer's name without numbers, such as "transformer_blocks.attn". Times and bytes of all layers with the
+        same one are summed."""
         return ".".join(part for part in self.layer.split(".") if not part.isdigit())
