@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Partial(NamedTuple):
-    """A partial result of attention: that of some queries to some of the keys, to be merged with those to other keys."""
+    """A partial result of attention: that of some queries to some of the keys. It can be merged with those to other
+    keys."""
 
     out_BLHD: Tensor  # the output; 0 for queries without keys
     lse_BLH: Tensor  # log-sum-exp of the scores, float32; -inf for queries without keys

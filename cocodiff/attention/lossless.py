@@ -63,7 +63,8 @@ class LosslessStep(CodedStep):
 
 
 class SentStream(NamedTuple):
-    """The encoded bytes of one tensor for one rank. They lie in a buffer with this rank's streams for the other ranks."""
+    """The encoded bytes of one tensor for one rank, in a buffer with this rank's streams of the tensor for the other
+    ranks."""
 
     stream: Tensor  # uint8: the stream, and unused memory after it
     lengths_N: Tensor  # int64: bytes of each of the tensor's streams
@@ -72,7 +73,8 @@ class SentStream(NamedTuple):
 
 
 class ReceivedParts(NamedTuple):
-    """The first parts of one tensor's streams as they have arrived. Bytes that did not fit in them are received apart."""
+    """The first parts of one tensor's streams, as they have arrived. Bytes that did not fit in them are received
+    apart."""
 
     name: str  # of the tensor
     code_BTHW: Tensor  # first parts of the streams, W bytes for each token and head
