@@ -51,8 +51,7 @@ class DeviceTrial:
 
     @classmethod
     def merged(cls, trials: Iterable[DeviceTrial]) -> DeviceTrial:
-        """Return the worst of all ranks' results, by which all ranks decide alike: the largest error, and all names
-        that differ."""
+        """Return the worst of all ranks' results, which decides for all of them: the largest error, and all names."""
         kernels, errors, *found = zip(*(vars(one).values() for one in trials), strict=True)
         return cls(", ".join(dict.fromkeys(kernels)), max(errors), *(tuple(sorted({*chain(*one)})) for one in found))
 
