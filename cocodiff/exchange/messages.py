@@ -50,7 +50,8 @@ class BlockSet:
         self._itemsize = self.like.new_empty(0).element_size()
 
     def contained_tensors(self) -> list[Payload]:
-        """Return all payloads, for lanes: they keep the memory of a job's arguments until the job is done."""
+        """Return all payloads. `used_on_current_stream` asks for them, to tell the allocator which streams use their
+        memory."""
         return [payload for payloads in self.blocks.values() for payload in payloads]
 
     @property
@@ -114,7 +115,8 @@ class Target:
         self.tensors, self._places, self._kernels = tensors, places, kernels
 
     def contained_tensors(self) -> Sequence[Tensor]:
-        """Return the tensors, for lanes: they keep the memory of a job's result until it was taken."""
+        """Return the tensors. `used_on_current_stream` asks for them, to tell the allocator which streams use their
+        memory."""
         return self.tensors
 
     def place(self, blocks: Blocks) -> None:
@@ -225,7 +227,8 @@ class InFlight:
         self._bringing: dict[Block, PendingReceive] = {}
 
     def contained_tensors(self) -> list[Tensor]:
-        """Return the receive buffers, for lanes: they keep the memory of a job's result until it was taken.
+        """Return the receive buffers. `used_on_current_stream` asks for them, to tell the allocator which streams use
+        their memory.
 
         The blocks to send belong to the `BlockSet` that this was made from.
         """

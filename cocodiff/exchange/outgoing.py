@@ -146,8 +146,10 @@ class Outgoing:
             self._rows = self.layout.rows_of(self._ranks)
 
     def contained_tensors(self) -> Sequence[object]:
-        """Return the tensors that `blocks` is made of, for lanes: they keep the memory of a job's arguments until the
-        job is done."""
+        """Return the tensors or payloads that `blocks` is made of.
+
+        `used_on_current_stream` asks for them, to tell the allocator which streams use their memory.
+        """
         return (*self._tensors.values(), *(() if self._encoded is None else self._encoded.payloads))
 
     def encode_now(self) -> None:
