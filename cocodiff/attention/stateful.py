@@ -338,10 +338,12 @@ class CodedStep:
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
         """Return the counts of several ranks as columns of the drift profile, by name.
 
-        coded_fraction      of calls; linear_fraction     of coded tensors; None if there are none; displaced_fraction
-        of all tensors; displaced_sets      fraction of calls by their displaced tensors, as {"qkv": 0.25, "": 0.75};
-        sent_fraction       of the bytes of uncoded 16-bit tensors; exposed_fraction    the same of the bytes that
-        attention waited for.
+        coded_fraction      of calls;
+        linear_fraction     of coded tensors; None if there are none;
+        displaced_fraction  of all tensors;
+        displaced_sets      fraction of calls by their displaced tensors, as {"qkv": 0.25, "": 0.75};
+        sent_fraction       of the bytes of uncoded 16-bit tensors;
+        exposed_fraction    the same of the bytes that attention waited for.
 
         Args:
             parts: the counts of each rank.

@@ -200,12 +200,13 @@ class Engine:
 
         Args:
             path: "auto", "sycl" or "torch".
-            note: is told which implementation was chosen; None for nothing.
+            note: called with the name of each operation that runs, and "sycl" or "torch"; None for nothing.
         """
         return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)
 
     def _guidance_rule(self) -> GuidanceRule:
-        """Return the rule that decides, for each call, if the ranks share guidance's branches."""
+        """Return the rule that decides, for each call of the model, if guidance's branches are divided between two
+        parts of the ranks."""
         setting = self.config.guidance_parallel
         # "auto" needs a pipeline, which says if it uses guidance, and settings that fit half of the ranks.
         if setting == "auto" and (self._pipe is None or not self._parts_fit()):
@@ -369,15 +370,22 @@ class Engine:
     # The bytes that were sent, and the reports of each step -----------------------------------------------------------
 
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
-        """Return the bytes that all ranks sent per link class, in all blocks so far. Inside the block it asks the other
-        ranks, so every rank calls it. After it the bytes are those at the block's end.
+        """Return the bytes that all ranks have sent for a purpose, by link class, summed over all uses of the `with`
+        block so far.
+
+        Inside the block it asks the other ranks, so every rank calls it. After it the bytes are those at the block's
+        end.
+
+        Args:
+            purpose: one of the names below.
 
         "attention": q, k, v and outputs of attention
         "unsplit": its part of guidance branches that all ranks computed together though guidance is parallel
-        "late", "overflow": its parts that no call waited for, and that are the lossless codec's rests
+        "late", "overflow": its parts that no call waited for, and that did not fit in the lossless codec's first parts
         "whole": the bytes that attention would have sent uncoded, along the same routes
         "guidance", "gather": the model's output between guidance's two parts, and within a part
-        "notes", "weights": the numbers by which codecs and the step cache decide, and shared weights"""
+        "notes", "weights": the numbers by which codecs and the step cache decide, and shared weights
+        """
         sent = self._current_results().bytes
         # Attention's bytes include those of guidance branches that all ranks computed together.
         also = sent["unsplit"] if purpose == "attention" else {}

@@ -29,9 +29,12 @@ class Schedule:
 
     The fraction r(t) is of the tokens that may stay unsent, at step t (from 0) of a run:
 
-    linear     0 at the end of the warm-up, 1 at the last step; fixed      `ratio`; reverse    1 - linear; cosine
-    half a wave from 0 to 1; list       `ratios`, the last one repeated; threshold  tokens stay if their score is at
-    most `threshold` times the card's mean L1 norm of v.
+    linear     0 at the end of the warm-up, 1 at the last step;
+    fixed      `ratio`;
+    reverse    1 - linear;
+    cosine     half a wave from 0 to 1;
+    list       `ratios`, the last one repeated;
+    threshold  tokens stay if their score is at most `threshold` times the card's mean L1 norm of v.
     """
 
     kind: str = "linear"  # name of the rule: "linear", "fixed", "reverse", "cosine", "list" or "threshold"
@@ -204,8 +207,9 @@ class Selection:
 def order_of_rows(layout: Layout, batch: int, candidates: Mapping[int, Tensor], device: torch.device) -> RowOrder:
     """Return the order in which the rows of all ranks are sent, with three indices for every row.
 
-    [0]  its index in the flattened [B * S]; [1]  its index in its rank's flattened [B * L]; [2]  its index among its
-    rank's tokens that may stay, in their flattened [B * N]; -1 if it is always sent.
+    [0]  its index in the flattened [B * S];
+    [1]  its index in its rank's flattened [B * L];
+    [2]  its index among its rank's tokens that may stay, in their flattened [B * N]; -1 if it is always sent.
 
     Args:
         layout: the tokens and heads of every rank in the call.
