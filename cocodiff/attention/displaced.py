@@ -169,7 +169,7 @@ class DisplacedCall(StatefulCall):
         pending = self.exchange.submit(outgoing)
 
         def receive() -> None:
-            """Wait for the messages and decode them."""
+            """Wait for the tensors' messages and decode the tensors. The layer's next call runs it."""
             with trace.span(f"wait for {outgoing.label}", layer=outgoing.layer):
                 received = pending.wait().tensors
             outgoing.decode(received)

@@ -47,7 +47,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """The number of tokens of every Ulysses group."""
+        """The number of tokens that the ranks of each Ulysses group have together, by group."""
         return [sum(layout.rows) for layout in self.layouts]
 
     def mask(self, group: int) -> Tensor | None:

@@ -142,7 +142,8 @@ class Ring:
         incoming = views(buffer[: 2 * math.prod(shape)], [shape, shape])
 
         def exchange(here: list[Tensor], incoming: list[Tensor]) -> list[Tensor]:
-            """Send and receive on the lane."""
+            """Send keys and values, receive others into `incoming`, wait for both, and return `incoming`. The
+            background thread runs it."""
             with self._trace.span("kv ring", LANE, layer):
                 sends, recvs = [(x, onward.to) for x in here], [(x, onward.before) for x in incoming]
                 self._post(self._ranks, sends, recvs).wait()
@@ -217,7 +218,17 @@ class TokenRing(Ring):
         self._back = context.transport.group(self._ranks.ranks)
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Return attention of the group's queries to all groups' keys; see `Ring.attend`."""
+        """Return attention of the queries of this rank's group to the keys of all groups, [B, S, G, D] in the queries'
+        dtype.
+
+        S and G are the tokens of this rank's group and this rank's heads. All ranks of the ring call it.
+
+        Args:
+            q_BSGD: the group's queries.
+            k_BSGD: the group's keys.
+            v_BSGD: the group's values.
+            call: the attention call, with the number of tokens and the masks of all groups.
+        """
         own_BSGD, keys = q_BSGD.contiguous(), [k_BSGD.contiguous(), v_BSGD.contiguous()]
         rows, step = call.rows, partial(self._step, TokensInFlight(call.layer))
         running: Partial | None = None

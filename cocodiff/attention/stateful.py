@@ -73,7 +73,8 @@ class End:
         return Reconstructions(last[:, rows], None if written is last else written[:, rows])
 
     def written(self, call: int) -> Tensor:
-        """Return the buffer that the values of call number `call` are written to."""
+        """Return the buffer for the values of call number `call` (from 0): the one with the oldest values, which it
+        overwrites."""
         return self.buffers[call % len(self.buffers)]
 
 
@@ -432,7 +433,12 @@ class StatefulCodec(Codec):
         self.noted_step.add()
 
     def begin_step(self, step_info: StepInfo) -> None:
-        """Begin a call of the model, and start combining all ranks' notes of the last one."""
+        """Begin a call of the model, and start combining, over all ranks, what was noted about tensors in the call
+        before.
+
+        Args:
+            step_info: the position of the call.
+        """
         super().begin_step(step_info)
         self.notes.begin_step()
 

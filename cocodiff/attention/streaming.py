@@ -104,7 +104,17 @@ class Streaming(Ring):
         self._across = context.transport.group(self._ranks.ranks) if crossing else self._ranks
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Return attention of the group's queries to all groups' keys; see `Ring.attend`."""
+        """Return attention of the queries of this rank's group to the keys of all groups, [B, S, G, D] in the queries'
+        dtype.
+
+        S and G are the tokens of this rank's group and this rank's heads. All ranks of the ring call it.
+
+        Args:
+            q_BSGD: the group's queries.
+            k_BSGD: the group's keys.
+            v_BSGD: the group's values.
+            call: the attention call, with the number of tokens and the masks of all groups.
+        """
         keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), call.mask(self.group))
         pieces = self._pieces(q_BSGD.shape[2])
         own = [q_BSGD[:, :, piece.heads].contiguous() for piece in pieces]

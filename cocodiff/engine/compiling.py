@@ -47,7 +47,7 @@ class Compiler:
         self._outside: dict[Function, Function] = {}
 
     def __str__(self) -> str:
-        """Return the counts in words, or "" if nothing was compiled."""
+        """Return a summary of the graphs that were compiled on this rank, or "" if there were none."""
         if not self.graphs:
             return ""
         return (

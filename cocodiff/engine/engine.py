@@ -224,7 +224,7 @@ class Engine:
 
     @property
     def _context(self) -> RankContext:
-        """This rank among all ranks of the engine."""
+        """This rank among all ranks of the engine, with their topology, the trace and the kernels."""
         return RankContext(self.transport, self.topology, self.trace, self._kernels)
 
     def _sequence_of(self, context: RankContext) -> SequenceRanks:
@@ -392,11 +392,13 @@ class Engine:
         return {link: sent[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
 
     def drift_profile(self) -> list[dict[str, Any]]:
-        """Return one row for each step so far, over all layers, runs and ranks. Every rank calls it inside the block.
+        """Return one row for each step so far, as a dictionary, over all layers, runs and ranks. Every rank calls it
+        inside the block.
 
-        With V-Major a row has the mean relative change of v against its reference and the fraction of image tokens that
-        stayed; with a codec or displacement, `CodedStep.merged`; with a step cache, the fraction of calls that were
-        cached. The list is empty if everything is computed and sent as it is.
+        A row has "step" and columns by the settings. With V-Major these are "change" (mean relative change of v against
+        its reference) and "stable_fraction" (of image tokens that stayed unsent). With a codec or displacement they are
+        those of `CodedStep.merged`, with a step cache "cached_fraction". The list is empty if everything is computed
+        and sent as it is.
         """
         return list(self._current_results().drift)
 
@@ -596,7 +598,8 @@ class Engine:
             planner().check_room_for_layers(layers, qkv, self.sequence, self._ranks_on_node)
 
     def _steps(self) -> int | None:
-        """Return the number of steps of a run, from the pipeline or the settings; None if neither says."""
+        """Return the number of denoising steps of a run, from the pipeline or the settings; None if neither tells
+        it."""
         steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
         return None if steps is None else int(steps)
 

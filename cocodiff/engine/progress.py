@@ -11,16 +11,17 @@ NEW_NOISE = 0.5  # relative distance of two samples at one timestep above which 
 
 
 class StepCounter:
-    """A counter of runs (images), their steps, and the guidance branches of a step, from the calls of a transformer.
+    """The count of runs (images), their denoising steps, and the guidance branches of a step, by the calls of a
+    transformer.
 
-    It goes by the pipeline's scheduler if there is one. New timesteps are a new run, another step index is another
-    step, and calls at one index are the branches of guidance. Schedulers of second order have an index for each call,
-    and a pipeline's `num_timesteps` counts those.
+    With a pipeline it goes by the scheduler. New timesteps are a new run, another step index is another step, and calls
+    at one index are the branches of guidance. Schedulers of second order have an index for each call, and a pipeline's
+    `num_timesteps` counts those.
 
-    Without a scheduler it goes by the calls. A lower timestep is a new step, a higher one a new run. At an equal
-    timestep (several may be rounded to one), a sample that changed is a new step. It is another branch if it is
-    unchanged, has another size, or comes with a text that is new in this step. At the first timestep of a run, a sample
-    far from the last one is a new run.
+    Without a scheduler it compares each call with the last one. A lower timestep is a new step, a higher one a new run.
+    At an equal timestep (several may be rounded to one), a sample that changed is a new step. It is another branch if
+    it is unchanged, has another size, or comes with a text that is new in this step. At the first timestep of a run, a
+    sample far from the last one is a new run.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,8 @@ BLOCK_LISTS = (
 
 @dataclass
 class Kept:
-    """What the step cache keeps of a computed call of the model, for later calls of the same guidance branch."""
+    """The results of a computed call of the model that the step cache keeps, for later calls of the same guidance
+    branch."""
 
     form: Any  # shapes and other facts of the call's arguments, see `call_key`; other calls do not use what is kept
     step: int  # step of the branch's last call, computed or cached
@@ -136,7 +137,7 @@ class FirstBlockCache:
         self._call = Call((ranks, branch), ranks, Kept(call_key(dict(arguments)), step))
 
     def bytes_held(self) -> int:
-        """Return the bytes that the cache keeps on this rank."""
+        """Return the bytes of the tensors that the cache keeps on this rank now."""
         return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
 
     def report(self) -> Mapping[int, StepNotes]:
@@ -144,11 +145,11 @@ class FirstBlockCache:
         return self._report
 
     def forget_report(self) -> None:
-        """Delete the counts of all steps."""
+        """Delete the counts of all steps, which `report` returns."""
         self._report.clear()
 
     def _forget(self) -> None:
-        """Empty the cache."""
+        """Delete all that the cache keeps, and the call in progress."""
         self._kept, self._call, self._run = {}, None, -1
 
     def _refusal(self, why: str) -> UserError:

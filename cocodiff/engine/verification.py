@@ -59,7 +59,8 @@ class Verification:
 
     @property
     def exit_code(self) -> int:
-        """0 if every setting that runs is exact, 1 if one is wrong or fails, 2 if none runs."""
+        """The command's exit code: 0 if every setting that runs is exact, 1 if one is wrong or fails, 2 if none
+        runs."""
         outcomes = {trial.outcome for trial in self.trials}
         return 1 if outcomes & {"wrong", "failed"} else 0 if "exact" in outcomes else 2
 
@@ -242,7 +243,8 @@ def _account(engine: Engine) -> str:
 
 
 def twin(model: nn.Module) -> Any:
-    """Return a copy of a model with new modules and the same weight tensors."""
+    """Return a copy of a model with new modules and the same weight tensors, so that each rank can have hooks of its
+    own."""
     return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 

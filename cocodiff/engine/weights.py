@@ -105,7 +105,10 @@ class SplitBlock:
                 raise UserError(f"weights of {self.name}: a {kind} cannot be split: choose weights whole")
 
     def split(self) -> None:
-        """Copy this rank's part of the parameters, and free their memory. The block cannot compute until `fill`."""
+        """Copy this rank's part of the parameters' bytes, and free the parameters' memory.
+
+        The block can compute again once `fill` has given the parameters tensors with all bytes.
+        """
         ranks, index, device = self._place
         self._facts = self.facts
         self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
@@ -183,7 +186,11 @@ class SplitWeights:
 
     @torch.inference_mode(False)  # these tensors serve calls in that mode and outside of it
     def _split(self) -> None:
-        """Split the blocks that are whole: all at first, later those that were read or changed. All ranks call it."""
+        """Split the blocks whose parameters are whole: all at first, later those that were read or changed. All ranks
+        call it.
+
+        It also allocates the two buffers in which blocks compute.
+        """
         self._under_way.clear()
         for block in self._blocks:
             block.check()

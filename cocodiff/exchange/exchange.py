@@ -82,10 +82,12 @@ class Exchange(RankContext):
             self.staged = StagedExchange(self, self.plans, self.name_of, self.groups, transport, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
-        """Return the name of the exchange that blocks take: "flat", "tapa" or "split".
+        """Return the name of the exchange that some blocks take: "flat", "tapa" or "split".
 
-        With the setting "auto" it is the table's choice for their size, in mean MB per rank. Else it is the one that is
-        set.
+        It is the setting or, with "auto", the choice of a table by the mean MB per rank of the blocks' tensors.
+
+        Args:
+            blocks: blocks that this rank holds, which show the size of the tensors.
         """
         if self._table is None:
             return self._name

@@ -60,16 +60,16 @@ class EncodedCall:
         return len(x_BLHD) * x_BLHD.shape[-1] * x_BLHD.element_size()
 
     def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
-        """Return the payloads to send instead of tensors, one for each tensor. They are cut into ranks' blocks later.
+        """Return the payloads to send instead of tensors, one for each tensor. The caller cuts them into blocks.
 
-        This runs on a lane, a background thread that sends, and may wait there for earlier work that it needs. This
-        base class returns the tensors as they are.
+        A background thread calls it, and it may wait there for earlier work that it needs. This base class returns the
+        tensors as they are.
 
         Args:
-            tensors: q, k or v, [B, L, H, D] with this rank's L rows and all H heads; or OUTPUT, [B, T, G, D] with T
-                rows of the sequence and this rank's G heads.
-            rows: the place of the given rows, among this rank's rows or in the sequence.
-            ranks: the ranks that blocks are sent to.
+            tensors: by name, q, k or v, [B, L, H, D] with this rank's L rows and all H heads; or OUTPUT, [B, T, G, D]
+                with T rows of the sequence and this rank's G heads.
+            rows: the place of the given rows, among this rank's rows or, of OUTPUT, in the sequence.
+            ranks: the ranks that the blocks will be sent to, in order.
         """
         return Encoded(list(tensors.values()), self.layout)
 
@@ -190,11 +190,12 @@ class Outgoing:
     def _by_block(
         self, tensors: Sequence[Any], by_rows: bool, ranks: Sequence[int], in_turn: bool = False
     ) -> dict[Block, tuple[Any, ...]]:
-        """Cut each tensor into blocks, and return the parts of all tensors by block.
+        """Cut each tensor into blocks. Return a mapping from each block to its parts, one for each tensor.
 
         It serves for tensors to be sent, and for tensors that received blocks are put into.
 
         Args:
+            tensors: the tensors, or lists of parts of tensors that are cut already.
             by_rows: True for blocks of the others' rows and this rank's heads, False for this rank's rows and the
                 others' heads.
             ranks: the rank at the other end of each block, in the order of the blocks in a tensor.
@@ -207,10 +208,10 @@ class Outgoing:
         return dict(zip(blocks, zip(*parts, strict=True), strict=True))
 
     def placed(self, here: BlockSet) -> Target:
-        """Allocate the tensors that this rank receives, copy their blocks into them, and return them.
+        """Allocate the tensors that this rank receives, copy their blocks into them, and return them as a `Target`.
 
         Args:
-            here: the blocks that this rank holds after the exchange: those received, and its own.
+            here: the blocks that this rank holds after the exchange: those received, and its own. Others are left out.
         """
         target = self.target(here)
         target.place(here.blocks)
@@ -255,7 +256,7 @@ class TensorFuture:
         self.together, self._wait_for_chunk, self._chunks, self._land = together, wait_for_chunk, chunks, land
 
     def wait(self) -> Tensor:
-        """Wait for all rows of this rank's heads and return them, [B, S, G, D]."""
+        """Wait for the whole tensor and return it: all rows of the sequence for this rank's heads, [B, S, G, D]."""
         return [self.chunk(number) for number in range(self._chunks)][-1]
 
     def chunk(self, number: int) -> Tensor:

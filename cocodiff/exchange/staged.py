@@ -211,8 +211,9 @@ class Started:
 
         Args:
             staged: the exchange that sends it.
-            outgoing: the tensor, or one chunk of attention's output.
-            first: the first chunk of the same output, whose target this one fills too; None for a target of its own.
+            outgoing: q, k or v, or one chunk of attention's output.
+            first: for a later chunk of the output, the first chunk: both fill the same received tensor. None if this
+                one allocates it.
         """
         self.outgoing, self._staged, self._first = outgoing, staged, first
         self.leaving: list[Pending] = []  # the last stage's messages to other nodes

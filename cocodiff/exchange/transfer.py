@@ -55,7 +55,7 @@ class Transfer(EncodedCall):
 
     @property
     def all_sent(self) -> bool:
-        """True once q, k and v were all given to `send`."""
+        """True once q, k and v of the call were all given to `send`."""
         return self._given == TENSORS
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
@@ -122,7 +122,7 @@ def arriving_whole(outgoing: Outgoing, pending: LaneFuture[Target]) -> dict[str,
     decoded = cache(lambda: dict(zip(outgoing.names, outgoing.decode(pending.wait().tensors), strict=True)))
 
     def arriving(name: str) -> TensorFuture:
-        """Return the future of one tensor."""
+        """Return the future of the tensor `name`, whose wait decodes all of them."""
         return TensorFuture("".join(outgoing.names), lambda _chunk: decoded()[name])
 
     return {name: arriving(name) for name in outgoing.names}

@@ -330,6 +330,6 @@ class DriftNotes:
         return {**self._steps}
 
     def clear(self) -> None:
-        """Drop all counts."""
+        """Delete the counts and sums of all steps."""
         self._steps.clear()
         self._sums.clear()

@@ -241,7 +241,8 @@ class GuidanceParts:
             self._group.collective([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
     def _begin(self, sent: Sequence[Tensor]) -> None:
-        """Tell the watch over ranks that this rank begins a message with its partner, and count the bytes it sends.
+        """Tell the watch over lost ranks that this rank begins a message with its partner, and count the bytes that it
+        sends.
 
         Args:
             sent: the tensors that it sends; empty if it only receives.
