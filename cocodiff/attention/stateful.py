@@ -250,8 +250,10 @@ class SharedNotes:
         return self._noted[-1]
 
     def begin_step(self) -> None:
-        """Start combining the notes of the model's last call over ranks, on the control lane. Codecs call it when the
-        model is called."""
+        """Start combining the notes of the model's last call over ranks, on a background thread.
+
+        Codecs call it when the next call of the model begins.
+        """
         self.hand_out()
         if self._noted and self._everyone is not None:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
@@ -278,7 +280,7 @@ class SharedNotes:
         """Gather every rank's notes and return them combined: for every attention call and tensor a row of NOTES
         integers.
 
-        Return None for meta tensors, which predictions have. The thread of the control lane runs it.
+        Return None for meta tensors, which predictions have. A background thread (lane "control") runs it.
 
         Args:
             own: this rank's notes of all calls, int64 [calls * 4 tensors, NOTES].
@@ -412,7 +414,11 @@ class StatefulCodec(Codec):
         return layer in self._first
 
     def state_of(self, layer_key: LayerKey) -> LayerState:
-        """Return what is kept of a layer for a guidance branch. It is created at the first call."""
+        """Return what is kept of a layer for a guidance branch between calls. It is created, empty, at the first call.
+
+        Args:
+            layer_key: the layer and guidance branch.
+        """
         return self._layers.setdefault(layer_key, LayerState())
 
     @property

@@ -51,7 +51,12 @@ class DeviceTrial:
 
     @classmethod
     def merged(cls, trials: Iterable[DeviceTrial]) -> DeviceTrial:
-        """Return the worst of all ranks' results, which decides for all of them: the largest error, and all names."""
+        """Return the worst of the ranks' results: the largest error, and all names of wrong copies and of changing
+        operations.
+
+        Args:
+            trials: the result of each rank.
+        """
         kernels, errors, *found = zip(*(vars(one).values() for one in trials), strict=True)
         return cls(", ".join(dict.fromkeys(kernels)), max(errors), *(tuple(sorted({*chain(*one)})) for one in found))
 
@@ -114,7 +119,11 @@ def _sdpa(*operands: Any) -> str:
 
 
 def _attempt(call: Callable[[], Any]) -> Sequence[Tensor]:
-    """Call a function and return the tensors that it returns, in a sequence; an empty one if it fails."""
+    """Call a function and return the tensors that it returns, in a sequence. Return an empty one if the call fails.
+
+    Args:
+        call: computes one tensor or several, without arguments.
+    """
     try:
         found = call()
     except (RuntimeError, TypeError, AttributeError):

@@ -65,7 +65,8 @@ def build_strategy(config: Config, mesh: Mesh, context: RankContext, local: Loca
 
 
 def codec_name(config: Config) -> str:
-    """Return the import string of the codec's class, chosen by the settings `codec`, `arrival` and `selection`."""
+    """Return the import string of the codec's class, such as "cocodiff.attention.residual:Residual", by the settings
+    `codec`, `arrival` and `selection`."""
     if config.arrival != "now":
         return ARRIVALS[config.arrival]
     return CODECS[config.codec] if config.codec != "none" else SELECTIONS[config.selection]
@@ -78,7 +79,13 @@ def codec_class(config: Config) -> type[Codec]:
 
 
 def _of_job(config: Config, work: AttentionWork) -> AttentionWork:
-    """Return the work with the number of image tokens from the settings, unless it has segments of its own."""
+    """Return a size of attention calls whose segments are known: by the setting `image_tokens` if the given one has
+    none of its own.
+
+    Args:
+        config: the engine's settings.
+        work: the given size of an attention call.
+    """
     return replace(work, segments=image_and_text(config.image_tokens, 512)) if work.segments is USUAL else work
 
 

@@ -119,7 +119,14 @@ class Compiler:
         return undo.close
 
     def _unless_paused(self, compiled: Function, plain: Function, *args: Any, **kwargs: Any) -> Any:
-        """Call a block's compiled forward, or its plain one while `paused` is set."""
+        """Call a block's compiled forward, or its plain one while `paused` is set. It replaces the block's forward.
+
+        Args:
+            compiled: the compiled forward.
+            plain: the block's own forward.
+            args: the block's arguments.
+            kwargs: its keyword arguments.
+        """
         return (plain if self.paused else compiled)(*args, **kwargs)
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, Any]]:

@@ -125,13 +125,18 @@ class TiledVAE(SharedVAE):
     its part of the calls and sends the results to all. The second decoder returns these in order. An image no larger
     than a tile is one call, which rank 0 makes.
 
-    Memory: a rank decodes one tile at a time, and keeps those that it has decoded. Then it holds all ranks' tiles (with
-    overlaps of a quarter up to 1.8 images), and with them its own twice more while they are sent, or the image once
-    they are blended. Encoding is tiled as well, but every rank does all of it.
+    Memory: a rank decodes one tile at a time, and keeps those that it has decoded. Then it holds all ranks' tiles,
+    which with overlaps of a quarter are up to 1.8 images. Besides them it holds its own twice more while they are sent,
+    or the image once they are blended. Encoding is tiled as well, but every rank does all of it.
     """
 
     def __init__(self, vae: Any, transport: Transport) -> None:
-        """Set up decoding in tiles. Raise UserError if the VAE has no tiles."""
+        """Set up decoding in tiles. Raise UserError if the VAE has no tiles.
+
+        Args:
+            vae: a diffusers autoencoder.
+            transport: the ranks that decode.
+        """
         if not hasattr(vae, "use_tiling") or not isinstance(getattr(vae, "decoder", None), nn.Module):
             raise UserError(f"vae tiled: a {type(vae).__name__} does not decode in tiles; choose vae one or all")
         super().__init__(vae, transport)
@@ -150,6 +155,10 @@ class TiledVAE(SharedVAE):
         """Return the image of latents, decoded in tiles by all ranks.
 
         Raise UserError for a video's latents: its frames depend on each other.
+
+        Args:
+            z: the latents.
+            options: further arguments of the VAE's `decode`.
         """
         if z.ndim == 5 and z.shape[2] > 1:
             raise UserError(f"vae tiled: {z.shape[2]} frames; only images are decoded in tiles: choose vae one or all")
@@ -203,7 +212,12 @@ class ShardedVAE(SharedVAE):
     """
 
     def __init__(self, vae: Any, transport: Transport) -> None:
-        """Set up work in bands. Raise UserError if the VAE has a layer that is not known to be right in bands."""
+        """Set up work in bands. Raise UserError if the VAE has a layer that is not known to be right in bands.
+
+        Args:
+            vae: a diffusers autoencoder.
+            transport: the ranks that encode and decode.
+        """
         unknown = unknown_layer(vae)
         if unknown is not None:
             raise UserError(
@@ -296,7 +310,7 @@ def gather_all(transport: Transport, own: Tensor, parts: list[Tensor], at: str) 
 
 
 def share_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Divide tiles among ranks. Return the indices of each rank's tiles.
+    """Divide tiles among ranks. Return a list for each rank with the indices of its tiles.
 
     The largest go first, each to the rank with least to decode so far.
 
@@ -474,7 +488,7 @@ class Bands(TorchFunctionMode):
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
         """Send rows to neighbouring ranks, and fill tensors with rows from them. Return the filled tensors.
 
-        The thread of the control lane runs it.
+        A background thread (lane "control") runs it.
 
         Args:
             sends: tensors to send, each with the rank that gets it.

@@ -632,12 +632,14 @@ def _is_parallel(model: nn.Module) -> bool:
 
 
 def _warn_outside(hooks: ExitStack, model: nn.Module, *_: Any) -> None:
-    """Warn that a model is called outside of its engine's `with` block, and remove the hooks that warn. A forward
-    pre-hook of torch.
+    """Warn that a model is called outside of its engine's `with` block, and remove the hooks that warn.
+
+    It is a forward pre-hook of torch.
 
     Args:
         hooks: removes the hooks of all the engine's models.
         model: the model that is called.
+        _: its arguments, which are not used.
     """
     if not _is_parallel(model):
         hooks.close()

@@ -147,12 +147,13 @@ def exact_settings() -> dict[str, Config]:
 def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, Any]) -> Calls:
     """Run a pipeline, and return each of its transformers with the arguments of its first CALLS calls.
 
-    The arguments of a call are a dictionary by their names, and copies. Raise UserError if the pipeline fails with its
+    The arguments of a call are copies, in a dictionary by their names. Raise UserError if the pipeline fails with its
     own arguments or does not call all its transformers.
 
     Args:
-        models: the pipeline's transformers.
-        arguments: the pipeline's arguments; two steps without decoding unless they say otherwise.
+        pipe: the pipeline.
+        models: its transformers.
+        arguments: the pipeline's arguments. It makes two steps without decoding unless they say otherwise.
     """
     signature = inspect.signature(models[0].forward)
     calls: list[list[dict[str, Any]]] = [[] for _ in models]
@@ -255,7 +256,12 @@ def _outputs(calls: Calls) -> list[Tensor]:
 
 def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     """Return the largest absolute difference between two lists of tensors; infinite if shapes differ or a value is not
-    a number."""
+    a number.
+
+    Args:
+        one: some tensors.
+        other: the tensors to compare them with, in the same order.
+    """
     if [x.shape for x in one] != [x.shape for x in other]:
         return float("inf")
     found = max(float((x.double() - y.double()).abs().max()) for x, y in zip(one, other, strict=True))

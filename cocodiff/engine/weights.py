@@ -133,7 +133,11 @@ class SplitBlock:
         return [buffer[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in self._cells]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Give each parameter a tensor as its value, and its original class again."""
+        """Give each parameter a tensor as its value, and its original class again.
+
+        Args:
+            tensors: a tensor of the parameter's dtype and shape for each.
+        """
         for parameter, kind, tensor in zip(self.parameters, self._kinds, tensors, strict=True):
             parameter.__class__ = kind
             vars(parameter).pop("fetch", None)

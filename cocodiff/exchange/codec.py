@@ -130,7 +130,11 @@ class Codec:
         self.step_info = step_info
 
     def forget(self, layer_key: Any) -> None:
-        """Free what is kept of a layer and guidance branch, because other ranks make its next call."""
+        """Free what is kept of a layer for a guidance branch, because other ranks will make its next call.
+
+        Args:
+            layer_key: the layer and guidance branch (`LayerKey`).
+        """
 
     def end(self, drain: bool = True) -> None:
         """Free all memory. It is called when the engine is left, and before a new run.

@@ -94,9 +94,12 @@ class Exchange(RankContext):
         return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))
 
     def submit(self, outgoing: Outgoing) -> LaneFuture[Target]:
-        """Start sending tensors: background threads encode, pack and send them, and put received blocks in place.
+        """Start sending tensors. Return the future of the tensors that this rank receives in exchange, as a `Target`.
 
-        Return the future of the tensors that this rank receives.
+        Background threads encode, pack and send, and put received blocks in place.
+
+        Args:
+            outgoing: the tensors to send.
         """
         if not self._in_phases:
             return self._on_lane("plane", self._all_phases, outgoing)
@@ -139,11 +142,14 @@ class Exchange(RankContext):
             raise
 
     def _all_phases(self, outgoing: Outgoing) -> Target:
-        """Send and receive all blocks of some tensors on one thread, by the exchange for their size. Return the
-        received tensors.
+        """Send and receive all blocks of some tensors on the calling thread, a background one. Return the received
+        tensors.
 
-        TAPA's phases run one after the other, because each packs all its messages in one launch. Those of other
-        exchanges run together.
+        The exchange is chosen by the tensors' size. TAPA's phases run one after the other, because each packs all its
+        messages in one launch. Those of other exchanges run together.
+
+        Args:
+            outgoing: the tensors to send.
         """
         blocks = outgoing.blocks()
         name = self.name_of(blocks)

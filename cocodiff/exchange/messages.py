@@ -320,7 +320,11 @@ class InFlight:
 
 
 def _receives_ahead(groups: Groups) -> bool:
-    """Return True if receives may be posted before the matching sends, each by itself, in all communicators."""
+    """Return True if in all communicators receives may be posted before the matching sends, each by itself.
+
+    Args:
+        groups: the communicators, by the lane that a phase names.
+    """
     return all(group.receives_ahead for group in groups.values())
 
 
@@ -328,6 +332,9 @@ def as_one(pieces: Sequence[Payload]) -> Tensor | None:
     """Return payloads as one flat tensor without copying, if they lie one after the other in memory; else None.
 
     Most payloads that this rank received and passes on do.
+
+    Args:
+        pieces: the payloads, in order.
     """
     parts = [piece for piece in pieces if isinstance(piece, Tensor) and piece.numel()]  # an empty one has no address
     if not parts or any(isinstance(piece, Rows) for piece in pieces):

@@ -93,7 +93,11 @@ class EncodedCall:
     continues = False  # True if `operand` extrapolates from the last values of a tensor
 
     def displace(self, names: frozenset[str]) -> None:
-        """Tell the call, after `begin`, which of its tensors attention will not wait for."""
+        """Tell the call, after `begin`, which of its tensors attention will not wait for.
+
+        Args:
+            names: their names, such as {"q", "k"}; "o" is attention's output.
+        """
 
     def operand(self, name: str, last: Tensor) -> Tensor:
         """Return what attention uses in place of a tensor that it does not wait for. This base class returns the last
@@ -260,10 +264,11 @@ class TensorFuture:
         return [self.chunk(number) for number in range(self._chunks)][-1]
 
     def chunk(self, number: int) -> Tensor:
-        """Wait for a chunk. Return the tensor of the whole sequence, in which this chunk and those asked for before are
-        valid.
+        """Wait for a chunk of tokens. Return the tensor of the whole sequence, in which this chunk and those asked for
+        before are valid.
 
-        Ask for each chunk once, in ascending order.
+        Args:
+            number: number of the chunk, from 0. Ask for each chunk once, in ascending order.
         """
         return self._wait_for_chunk(number)
 

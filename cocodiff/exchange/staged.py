@@ -134,7 +134,7 @@ class StagedExchange:
         self._landing.submit(self._wait_for_sends).wait()
 
     def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
-        """Post all receives of a stage, and send the messages that leave at once. The thread of the plane lane runs it.
+        """Post all receives of a stage, and send the messages that leave at once. A background thread (lane "plane") runs it.
 
         Return the tensor, and the stage's messages.
 
@@ -176,7 +176,7 @@ class StagedExchange:
     ) -> Tensor:
         """Wait for a stage's messages and put their blocks in place. Return the tensor that the stages fill.
 
-        The thread of the landing lane runs it.
+        A background thread (lane "landing") runs it.
 
         Args:
             number: number of the stage.
@@ -194,7 +194,7 @@ class StagedExchange:
         return started.target.tensors[0]
 
     def _wait_for_sends(self) -> None:
-        """Wait for all messages that this rank has posted to be sent. The thread of the landing lane runs it."""
+        """Wait for all messages that this rank has posted to be sent. A background thread (lane "landing") runs it."""
         while self._sent:
             self._sent.popleft()[1].wait()
 

@@ -80,7 +80,8 @@ class TransposedPiece(Outgoing):
         return {block: [x] for block, x in self._given.items()}
 
     def target(self, here: BlockSet) -> Target:
-        """Return the tensor to be filled, with the place of each block. Nothing is allocated."""
+        """Return the tensor to be filled, with the place of each block. Nothing is allocated, and `here` is not
+        used."""
         return Target([self._into], {block: [place] for block, place in self._taken.items()}, self.call.kernels)
 
 
