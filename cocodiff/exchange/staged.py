@@ -134,9 +134,10 @@ class StagedExchange:
         self._landing.submit(self._wait_for_sends).wait()
 
     def _post(self, number: int, in_order: bool, started: Started) -> tuple[Started, InFlight]:
-        """Post all receives of a stage, and send the messages that leave at once. A background thread (lane "plane") runs it.
+        """Post all receives of a stage, and send the messages that leave at once. Return the tensor, and the stage's
+        messages.
 
-        Return the tensor, and the stage's messages.
+        A background thread (lane "plane") runs it.
 
         Args:
             number: number of the stage.
