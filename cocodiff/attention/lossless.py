@@ -271,8 +271,7 @@ class LosslessCall(StatefulCall):
         return rests
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
-        """Send and receive the bytes that did not fit in first parts, and wait for them. The thread of the control lane
-        runs it.
+        """Send and receive the bytes that did not fit in first parts, and wait for them. A background thread runs it.
 
         Args:
             sends: tensors to send, each with the rank that gets it.

@@ -370,8 +370,7 @@ class SourceCall(SelectiveCall):
         return self.chosen.wait()
 
     def _choose(self, own_BNHD: Tensor) -> Selection:
-        """Score this rank's tokens, gather all ranks' scores, and return the rows to send. The thread of the control
-        lane runs it.
+        """Score this rank's tokens, gather all ranks' scores, and return the rows to send. A background thread runs it.
 
         Args:
             own_BNHD: v of this rank's N tokens that may stay unsent.
@@ -508,8 +507,8 @@ class CardCall(SelectiveCall):
         return BlockSet(blocks, selection.layout, on_card.whole)
 
     def _choose(self, on_card: BlockSet) -> Selection:
-        """Score this card's tokens, gather all cards' choices, and return the rows to send. The thread of the control
-        lane runs it.
+        """Score this card's tokens, gather all cards' choices, and return the rows to send. A background thread runs
+        it.
 
         Args:
             on_card: the blocks of v that this rank holds after the first phase.
