@@ -44,9 +44,8 @@ class DisplacedCall(StatefulCall):
     """
 
     _codec: Displaced
-    displaced: frozenset[str]  # tensors that are replaced by operands; set by `begin`
-    # notes of the measured changes; None if the inner codec measures, or nothing does
-    measured: CallNotes | None = None
+    displaced: frozenset[str]  # names of the tensors that attention does not wait for; set by `begin`
+    measured: CallNotes | None = None  # measured changes; None if the inner codec measures, or nothing does
 
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)

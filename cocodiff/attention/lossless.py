@@ -76,7 +76,7 @@ class ReceivedParts(NamedTuple):
     """The first parts of one tensor's streams, as they have arrived. Bytes that did not fit in them are received
     apart."""
 
-    name: str  # of the tensor
+    name: str  # name of the tensor: "q", "k", "v" or "o" (attention's output)
     code_BTHW: Tensor  # first parts of the streams, W bytes for each token and head
     known: Known  # the tensor's values at the last calls, which predict the new ones, and the place for these
     lengths_N: Tensor  # length in bytes of each whole stream, one stream for each rank
@@ -90,7 +90,7 @@ class LosslessCall(StatefulCall):
     """
 
     codes: bool  # True if the tensors' dtype is coded (16 bits); others are sent as they are
-    factor: float  # of the linear continuation by which values are predicted; 0 to predict the last values
+    factor: float  # factor of the linear continuation that predicts values; 0 to predict the last values
     noted_step: LosslessStep  # counts of the current step
     rooms: Mapping[str, int]  # by coded tensor, the bytes for each token and head of the first part
 

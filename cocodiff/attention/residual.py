@@ -33,8 +33,7 @@ class ResidualCall(StatefulCall):
     """An attention call whose tensors are sent as coded differences from predicted values, in a few bits a channel."""
 
     bits: int | None  # bits of a code per channel; None if tensors are sent as they are; set by `begin`
-    # The way in which coded tensors are predicted, set by `begin`; with no values known yet, zero is predicted.
-    how: Prediction
+    how: Prediction  # the way in which coded tensors are predicted, from zero in a first call; set by `begin`
     measures = True  # encoding measures how much tensors change
     displaced: frozenset[str] = frozenset()  # tensors that no call waits for
 

@@ -42,7 +42,7 @@ LAST_PIECES = 8  # TokenRing: pieces of the last step, if there are so many head
 
 
 class Ring:
-    """The end of one rank in a ring of ranks: it passes on keys and values, and attends to those of all Ulysses groups.
+    """The part of one rank in ring attention: it passes on keys and values, and attends to those of all Ulysses groups.
 
     A ring has one rank of each Ulysses group. Keys and values are sent as they are, even if the exchange within groups
     has a codec.
@@ -184,21 +184,22 @@ class TokensInFlight:
     """The messages of one TokenRing call that were posted by the background thread and not waited for yet."""
 
     layer: str  # kind of layer, for the trace
-    # messages with partial results: those sent are of other members' queries, those received of this rank's own
-    parts: deque[tuple[Pending, Passing]] = field(default_factory=deque)
-    keys: tuple[Pending, Passing] | None = None  # keys and values that are passed to the next node
+    # Those sent are of other members' queries, those received of this rank's own.
+    parts: deque[tuple[Pending, Passing]] = field(default_factory=deque)  # messages with partial results
+    keys: tuple[Pending, Passing] | None = None  # message with keys and values for the next node; None for none
 
 
 class Received(NamedTuple):
     """The tensors that have arrived by the end of one step of TokenRing."""
 
     queries: Sequence[Tensor]  # the queries to attend with next, in one tensor; empty if none were to be received
-    parts: Sequence[Partial]  # partial results of the own queries
+    parts: Sequence[Partial]  # partial results of attention of this rank's own queries
     keys: list[Tensor]  # the keys and values of another node's member; empty before the end of a round
 
 
 class TokenRing(Ring):
-    """The end of one rank in TokenRing: queries are passed around the ranks of a node, and their results sent back.
+    """The part of one rank in TokenRing attention: queries are passed around the ranks of a node, and their results
+    sent back.
 
     Keys and values are passed only between nodes. All tensors are sent as they are, even if the exchange within Ulysses
     groups has a codec.

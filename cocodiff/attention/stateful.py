@@ -90,14 +90,12 @@ class LayerState:
     form: tuple[Any, ...] = ()  # shape, dtype, layout and inference mode of the last call
     last_step: int = -2  # step of the last call
     follows: int = 0  # number of calls in the sequence after its first one
-    # noise levels of the newest calls in the sequence, at most NEWEST
-    levels: list[float] = field(default_factory=list)
+    levels: list[float] = field(default_factory=list)  # noise levels of the newest calls in the sequence, at most 3
 
     # What all ranks noted of the last call, see `take_notes`.
     fits: bool = True  # False if in the last call some values were too large for a scale, or not finite
     failed: bool = False  # True in a sequence of calls that began because `fits` was False
-    # by tensor, the sixteenths of a byte for each token and head that its streams need
-    needed: dict[str, int] = field(default_factory=dict)
+    needed: dict[str, int] = field(default_factory=dict)  # by tensor, 1/16 bytes a token and head that streams need
     changes: dict[str, float] = field(default_factory=dict)  # by tensor that was measured, its relative change
 
     # Tensors, by name. Of q, k and v the sender has its own rows and all heads, the receiver all rows and its own
@@ -110,8 +108,7 @@ class LayerState:
     # Tensors that attention did not wait for (displaced ones).
     late: list[Callable[[], object]] = field(default_factory=list)  # functions that receive those of the last call
     in_flight: int = 0  # most bytes of their messages, sent and received
-    # by tensor, the request to write what attention uses in its place, when the tensor is decoded
-    onward: dict[str, Onward] = field(default_factory=dict)
+    onward: dict[str, Onward] = field(default_factory=dict)  # by tensor, the stand-in to write when it is decoded
 
     def begin(self, like_BLHD: Tensor, layout: Layout, step_info: StepInfo, anew: bool) -> None:
         """Begin a call of the layer, and decide whether it follows the last one. If it does not, drop what earlier
@@ -310,8 +307,7 @@ class CodedStep:
     coded: int = 0  # calls whose tensors were coded
     linear: int = 0  # coded tensors (four per call) that were predicted linearly
     sent: float = 0.0  # bytes of all tensors in messages, as a multiple of one tensor's uncoded bytes
-    # number of calls by their displaced tensors, as "qkv"; only with displacement
-    sets: Counter[str] = field(default_factory=Counter)
+    sets: Counter[str] = field(default_factory=Counter)  # number of calls by the tensors not waited for, as "qkv"
     awaited: float = 0.0  # the same of the tensors that attention waited for; only with displacement
 
     def add(self, coded: bool = False, share: float = 1.0, linear: int = 0) -> None:

@@ -33,15 +33,14 @@ class LazyQKV(NamedTuple):
     rows [B, L, H, D] of all segments in the model's order, normalised and rotated.
     """
 
-    q: Callable[[], Tensor]
-    k: Callable[[], Tensor]
-    v: Callable[[], Tensor]
+    q: Callable[[], Tensor]  # computes the queries
+    k: Callable[[], Tensor]  # computes the keys
+    v: Callable[[], Tensor]  # computes the values
     segments: Segments  # the parts of the sequence, in the model's order, with the tokens of all ranks
     heads: int  # number of all heads
-    # By segment name, the tokens that are attended to: bool [B, tokens] of all ranks. Without a mask, all of them.
-    masks: Mapping[str, Tensor] = MappingProxyType({})
-    # work of the layer that needs no attention, done once while messages are in flight
-    meanwhile: Callable[[], object] = nothing
+    # By name of the segment, bool [B, tokens] of all ranks: True for tokens that are attended to.
+    masks: Mapping[str, Tensor] = MappingProxyType({})  # by segment, the tokens to attend to; all without a mask
+    meanwhile: Callable[[], object] = nothing  # other work of the layer, called once while messages are sent
 
 
 @dataclass(frozen=True)

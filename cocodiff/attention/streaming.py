@@ -63,16 +63,14 @@ class PiecesInFlight:
     layer: str  # kind of layer, for the trace
     pieces: Sequence[QueryPiece]  # all pieces of the call, in the order in which they are computed
     rows: Sequence[int]  # number of tokens of every Ulysses group
-    # queries that are sent between nodes, with their buffers
-    queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)
-    # results that are sent between nodes, with their buffers and heads
+    queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)  # messages with queries, and their buffers
+    # Messages with results of this rank's queries from other nodes, with their buffers and heads.
     parts: deque[tuple[Pending, Partial, slice]] = field(default_factory=deque)
-    # results for this rank's own queries, merged so far; by the first head of each run of heads
-    merged: dict[int, Partial] = field(default_factory=dict)
+    merged: dict[int, Partial] = field(default_factory=dict)  # results of this rank's queries so far, by first head
 
 
 class Streaming(Ring):
-    """The end of one rank in streaming attention: keys and values stay, and queries and their results are sent.
+    """The part of one rank in streaming attention: keys and values stay, and queries and their results are sent.
 
     Tensors are sent as they are, even if the exchange within Ulysses groups has a codec.
     """

@@ -50,10 +50,8 @@ class Kept:
     form: Any  # shapes and other facts of the call's arguments, see `call_key`; other calls do not use what is kept
     step: int  # step of the branch's last call, computed or cached
     first_BLC: Tensor = field(init=False)  # the first block's change of this rank's image tokens, [B, L, channels]
-    # the change by the other blocks to each tensor that the last one returns; None where it returns None
-    rest: Sequence[Tensor | None] = ()
-    # outputs of the blocks between first and last, by their number from 0, as meta tensors
-    like: dict[int, Any] = field(default_factory=dict)
+    rest: Sequence[Tensor | None] = ()  # the other blocks' change of each tensor that the last one returns, or None
+    like: dict[int, Any] = field(default_factory=dict)  # by number, meta tensors like the outputs of blocks between
 
 
 @dataclass

@@ -25,8 +25,7 @@ class StepInfo(NamedTuple):
     run: int  # number of the run of the model, one for each image
     step: int  # index of the step in the run
     steps: int | None  # number of steps; None if unknown
-    # noise level in the scheduler's units, or a bare transformer's timestep; None if there is neither
-    sigma: float | None = None
+    sigma: float | None = None  # the scheduler's noise level, or a bare transformer's timestep; None: neither
 
 
 class CallKind(NamedTuple):

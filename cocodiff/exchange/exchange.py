@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Exchange(RankContext):
-    """The end of one rank in an exchange among the ranks of a topology: its routes, background threads and
+    """The part of one rank in an exchange among the ranks of a topology: its routes, background threads and
     communicators.
 
     All attention calls share it. Each sends its tensors by a `Transfer`.

@@ -30,8 +30,8 @@ PART_LANES = ("plane", "sibling", "late")
 
 
 class StagedExchange:
-    """The end of one rank in an exchange in stages: a stage sends one chunk of tokens, so that attention can begin with
-    it.
+    """The part of one rank in an exchange in stages: a stage sends one chunk of tokens, so that attention can begin
+    with it.
 
     Messages with blocks that are passed on have communicators of their own: no two background threads share one.
     """

@@ -347,7 +347,7 @@ class SelectiveCall(StatefulCall, ABC):
 class SourceCall(SelectiveCall):
     """An attention call in which every rank scores its own tokens. Scores are gathered while q and k are computed."""
 
-    chosen: LaneFuture[Selection] | None = None
+    chosen: LaneFuture[Selection] | None = None  # the rows to send; None before v is sent, or if all are sent
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
         """Start sending tensors, and return their futures by name. Before v is sent, score this rank's tokens.
