@@ -62,7 +62,8 @@ def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[],
 
 
 class SharedVAE:
-    """The base of VAEs whose work ranks share. Subclasses differ in how."""
+    """The base of VAEs whose work of decoding, and sometimes encoding, is shared by ranks. Subclasses say which rank
+    does what."""
 
     def __init__(self, vae: Any, transport: Transport) -> None:
         self._vae, self._transport, self._decode = vae, transport, vae.decode

@@ -116,8 +116,8 @@ OwnResults = tuple[dict[str, dict[str, int]], list[Any]]
 class Results:
     """The results of all ranks together: the bytes that they have sent, and the drift profile."""
 
-    bytes: dict[str, dict[str, int]]  # by purpose and link class
-    drift: list[dict[str, Any]]  # one row for each step, see `Engine.drift_profile`
+    bytes: dict[str, dict[str, int]]  # bytes sent, by purpose and link class, see `Engine.bytes`
+    drift: list[dict[str, Any]]  # drift profile: one row for each step, see `Engine.drift_profile`
 
     @classmethod
     def merged(cls, of_ranks: Sequence[OwnResults]) -> Results:
@@ -136,8 +136,8 @@ class Results:
 class Engine:
     """A pipeline or transformer that runs in parallel on many ranks inside a `with` block. `parallelize` makes it.
 
-    Of a pipeline with several transformers, calls of one of them in a row are a run of it: codecs start again with it,
-    and keep nothing of the models before.
+    A pipeline may have several transformers. Calls of one of them in a row are then a run of their own: codecs start
+    again with it, and keep nothing of the transformer before.
     """
 
     def __init__(

@@ -58,10 +58,10 @@ class Kept:
 class Call:
     """A call of the model in progress, as the step cache sees it."""
 
-    key: Any  # key of this call's branch in the cache
+    key: Any  # key of what the cache keeps for this call: the ranks and the guidance branch
     ranks: SequenceRanks  # the ranks that share its sequence
-    own: Kept  # the results that it will leave
-    cached: Kept | None = None  # the results that replace the other blocks; None if they are computed
+    own: Kept  # what the cache will keep of this call if it is computed
+    cached: Kept | None = None  # kept results used in place of the blocks after the first; None: these are computed
     output: Any = None  # output of the first block
 
 
@@ -70,7 +70,7 @@ class CachedStep:
     """The counts of one denoising step: calls of the model on this rank, and those for which the cache was used."""
 
     calls: int = 0  # calls of the model
-    cached: int = 0  # those that were cached
+    cached: int = 0  # calls in which the cache replaced all blocks but the first
 
     @classmethod
     def merged(cls, parts: Sequence[CachedStep]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Verification:
     model: str  # class name of the transformer
     calls: int  # number of calls that were compared in each trial
     allowed: float  # largest absolute difference that rounding explains
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...]  # one for each setting and number of ranks
 
     @property
     def exit_code(self) -> int:
@@ -191,7 +191,7 @@ class Case:
     plan: Any  # places where tokens are cut and gathered, see `parallelize`; None for the class's known plan
     plain: Sequence[Tensor]  # the outputs of one process, of all calls one after the other
     allowed: float  # largest absolute difference that rounding explains
-    compile: bool  # see `verify`
+    compile: bool  # True to compile graphs in the compiled trials; False to only trace them
 
     def trial(self, ranks: int, setting: str, config: Config) -> Trial:
         """Run the calls with a setting on a number of ranks, threads of this process, and return how they compare with

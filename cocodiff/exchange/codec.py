@@ -81,9 +81,9 @@ class Codec:
     A codec belongs to one rank and lives as long as the engine. It keeps nothing between calls unless a subclass does.
     """
 
-    # True if memory is held between calls. Then a run is checked for memory before it starts. A mesh then has no ring
-    # if there are enough heads, because a ring's messages are not coded.
-    keeps_state = False
+    # With memory held, a run is checked for memory before it starts. A mesh then has no ring if there are enough heads,
+    # because a ring's messages are not coded.
+    keeps_state = False  # True if memory is held between calls
     agrees = False  # True if ranks gather decisions in each coded call of the model, which waits for them
     transfer: Callable[..., Transfer] = Transfer  # class of the attention calls of layers that are coded
     steps_to_settle = 0  # number of coded calls after a whole one before all further calls cost the same

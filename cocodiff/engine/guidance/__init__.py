@@ -28,7 +28,8 @@ SequenceOf = Callable[[RankContext], SequenceRanks]  # makes the object for rank
 
 
 class Sharing(Enum):
-    """The ways in which one call of the model is divided between the ranks, for guidance."""
+    """The ways in which one call of the model is divided between the ranks, which may form two parts with a guidance
+    branch each."""
 
     TOGETHER = "all ranks, as one sequence"
     ALIKE = "both parts, and one of them sends the result"
