@@ -35,16 +35,17 @@ LATE = "late"  # purpose that the bytes of displaced tensors are also counted fo
 
 
 class DisplacedCall(StatefulCall):
-    """An attention call with displaced tensors. Those that attention waits for are sent first.
+    """An attention call in which some tensors are displaced: the call goes on with values of the layer's last call
+    instead.
 
-    Displaced tensors are encoded at once, and only their codes wait for the lane. So the notes of their encoding are
-    complete before the next call of the model, even if the lane is behind.
+    Tensors that attention waits for are sent first. Displaced ones are encoded at once, on the calling thread, and only
+    their codes wait for the thread that sends. So the measurements made while encoding are complete before the next
+    call of the model.
     """
 
     _codec: Displaced
-    displaced: frozenset[str]  # tensors that are replaced by operands; set by `begin`
-    # notes of the measured changes; None if the inner codec measures, or nothing does
-    measured: CallNotes | None = None
+    displaced: frozenset[str]  # names of the tensors that attention does not wait for; set by `begin`
+    measured: CallNotes | None = None  # measured changes; None if the inner codec measures, or nothing does
 
     def __init__(self, codec: Displaced, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(codec, exchange, layout, layer_key)
@@ -56,7 +57,12 @@ class DisplacedCall(StatefulCall):
         self._late: dict[str, Tensor] = {}  # displaced tensors, to be sent after those that attention waits for
 
     def begin(self, like_BLHD: Tensor) -> None:
-        """Decide which tensors are displaced, the same ones on every rank, and receive what the last call left."""
+        """Begin the call: decide which tensors are displaced, the same ones on every rank, and receive those that the
+        layer's last call did not wait for.
+
+        Args:
+            like_BLHD: the first tensor to be sent, for its shape and dtype.
+        """
         codec, state, inner = self._codec, self.state, self.inner
         begin = inner.begin if isinstance(inner, StatefulCall) else super().begin  # of the state that they share
         begin(like_BLHD)
@@ -85,7 +91,16 @@ class DisplacedCall(StatefulCall):
         return found
 
     def _measure(self, name: str, x_BTHD: Tensor, rows: slice) -> None:
-        """Measure by some of a tensor's rows how much it has changed since the last call; `rows` of it are given."""
+        """Measure on every 16th row how much a tensor has changed since the layer's last call, and keep these rows for
+        the next call.
+
+        Do nothing if changes are not needed, or if the inner codec measures them itself.
+
+        Args:
+            name: "q", "k", "v" or "o" (attention's output).
+            x_BTHD: the rows given, T of the rows that this rank sends.
+            rows: the place of these rows among all that this rank sends of the tensor.
+        """
         if not self._codec.measures or self.inner.measures:
             return
         sampled = self.state.compared
@@ -127,12 +142,24 @@ class DisplacedCall(StatefulCall):
         return self.inner.operand(OUTPUT, self.state.last[OUTPUT])
 
     def _operand_future(self, name: str, together: str) -> TensorFuture:
-        """Return a future that is already complete, with the operand of a displaced tensor."""
+        """Return a future that is complete already: its value is what attention uses in place of a displaced tensor.
+
+        Args:
+            name: "q", "k" or "v".
+            together: names of the tensors that are displaced with it, such as "qkv", for the trace.
+        """
         x_BSGD = self.inner.operand(name, self.state.last[name])
         return TensorFuture(together, lambda _chunk: x_BSGD)  # it is present, and so not received in chunks
 
     def _send_late(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send tensors that the next call of the layer receives. Its wait has a span of its own, without decoding."""
+        """Start sending tensors that no call waits for now. The layer's next call receives them, by a function added to
+        `state.late`.
+
+        The wait for them is a span of its own in the trace, without decoding.
+
+        Args:
+            tensors: the tensors to send, by name.
+        """
         outgoing, trace, layout = Outgoing(self, tensors, purpose=LATE), self.exchange.trace, self.layout
         # Tokens and heads of what this rank sends of a tensor, and of what it receives.
         cells = layout.rows[self.rank] * sum(layout.heads) + sum(layout.rows) * layout.heads[self.rank]
@@ -141,7 +168,7 @@ class DisplacedCall(StatefulCall):
         pending = self.exchange.submit(outgoing)
 
         def receive() -> None:
-            """Wait for the messages and decode them."""
+            """Wait for the tensors' messages and decode the tensors. The layer's next call runs it."""
             with trace.span(f"wait for {outgoing.label}", layer=outgoing.layer):
                 received = pending.wait().tensors
             outgoing.decode(received)
@@ -150,12 +177,23 @@ class DisplacedCall(StatefulCall):
 
 
 class Displaced(StatefulCodec):
-    """A codec that lets calls continue without some of what another codec sends."""
+    """The codec for displacement: it wraps another codec, and attention calls go on without waiting for some of the
+    tensors.
+
+    In place of a tensor that is not waited for, attention uses the layer's last values of it.
+    """
 
     transfer = DisplacedCall
 
     def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: RankContext | None = None) -> None:
-        """Wrap the codec of the setting `codec`: its calls are calls of this one."""
+        """Wrap the codec that the setting `codec` names.
+
+        Args:
+            settings: the engine's settings.
+            exchange: the exchange of this rank's Ulysses group; None for one rank, or for questions that need no
+                messages.
+            everyone: this rank among all ranks that share the sequence; None for one rank.
+        """
         self.inner: Codec = (Codec if settings.codec == "none" else load(CODECS, settings.codec))(settings)
         if isinstance(self.inner, StatefulCodec):
             self.step_notes = self.inner.step_notes
@@ -168,7 +206,13 @@ class Displaced(StatefulCodec):
         self.noted_step.displace()
 
     def displaced(self, state: LayerState, inner: Transfer) -> frozenset[str]:
-        """Return the tensors that this call does not wait for."""
+        """Return the names of the tensors that an attention call does not wait for, such as {"k", "v"}. It is empty at
+        a first call.
+
+        Args:
+            state: what the layer keeps between calls, with the measured changes of its tensors.
+            inner: the call of the wrapped codec.
+        """
         if not state.follows or self.fine:
             return frozenset()
         if self.fixed_kind is not None:
@@ -186,11 +230,18 @@ class Displaced(StatefulCodec):
         return self.inner.sent_bytes(head_dim, itemsize, kind)
 
     def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
-        """Return the bytes that a layer keeps, exactly: what the inner codec keeps, or without one the tensors that
-        the last call received and the sampled rows; and what is in flight.
+        """Return the bytes that a layer keeps on each rank between calls, exactly: one dictionary a rank.
 
-        In flight, in the width of the wire, are a call's sent tensors until they have left, and received ones until the
-        next call takes them.
+        "reconstructions" are what the wrapped codec keeps. Without one they are the tensors that the last call
+        received, and the rows by which changes are measured. "in_flight" are the encoded tensors of a call: sent ones
+        until they have left, and received ones until the next call takes them.
+
+        Args:
+            topology: the ranks of the Ulysses group.
+            layout: their tokens and heads.
+            batch: rows of the batch.
+            head_dim: channels of a head.
+            itemsize: bytes of an element.
         """
         found, S, H = StateBytes(), sum(layout.rows), sum(layout.heads)
         cell, width = batch * head_dim * itemsize, batch * self.sent_bytes(head_dim, itemsize)

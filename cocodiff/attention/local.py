@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 
 class Partial(NamedTuple):
-    """The attention of some queries to some keys."""
+    """A partial result of attention: that of some queries to some of the keys. It can be merged with those to other
+    keys."""
 
     out_BLHD: Tensor  # the output; 0 for queries without keys
     lse_BLH: Tensor  # log-sum-exp of the scores, float32; -inf for queries without keys
 
 
 class Keys(NamedTuple):
-    """The keys and values that are attended to together."""
+    """The keys and values of some tokens, which queries attend to in one step."""
 
     k_BSHD: Tensor  # the keys
     v_BSHD: Tensor  # the values
@@ -38,20 +39,26 @@ class Keys(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """An attention call after the exchange."""
+    """One attention call of a layer on this rank, once q, k and v have been exchanged."""
 
-    qkv: LazyQKV
-    layouts: Sequence[Layout]  # of every Ulysses group
-    layer: str = ""  # kind of layer, for the trace
+    qkv: LazyQKV  # the model's tensors before the exchange, with segments and masks
+    layouts: Sequence[Layout]  # tokens and heads of every rank, one layout for each Ulysses group
+    layer: str = ""  # kind of layer, such as "transformer_blocks.attn", for the trace
 
     @property
     def rows(self) -> list[int]:
-        """The number of tokens of every Ulysses group."""
+        """The number of tokens that the ranks of each Ulysses group have together, by group."""
         return [sum(layout.rows) for layout in self.layouts]
 
     def mask(self, group: int) -> Tensor | None:
-        """Return the mask of a group's keys, in its layout's order of ranks: bool [B, 1, 1, S]; None if all are
-        attended to."""
+        """Return the mask of the keys of one Ulysses group: bool [B, 1, 1, S], True for keys that are attended to; None
+        if all are.
+
+        Keys are in the order in which the ranks' rows lie in the group's sequence.
+
+        Args:
+            group: index of the Ulysses group.
+        """
         if not self.qkv.masks:
             return None
         layout, some_BT = self.layouts[group], next(iter(self.qkv.masks.values()))
@@ -68,15 +75,17 @@ class AttentionCall(NamedTuple):
 
 
 class LocalAttention:
-    """The attention with this rank's heads. Predictions and benchmarks replace it."""
+    """The attention that this rank computes by itself, for its own heads. Predictions and benchmarks replace it."""
 
-    # True to attend by matrix products, where `attention.trial` found the device's kernels wrong.
-    in_chunks = False
+    in_chunks = False  # True to attend by matrix products, if the device's kernels were found to be wrong
 
     def whole(self, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Tensor:
-        """Return attention to all keys, [B, S, H, D].
+        """Return attention of queries to all keys, [B, S, H, D].
 
         Args:
+            q_BSHD: the queries of all tokens, for this rank's heads.
+            k_BSHD: the keys.
+            v_BSHD: the values.
             mask_B11S: bool, True for keys that are attended to; None for all.
         """
         if self.in_chunks:
@@ -85,15 +94,31 @@ class LocalAttention:
         return scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, attn_mask=mask_B11S).transpose(1, 2)
 
     def part(self, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None) -> Partial:
-        """Return attention to some of the keys. The caller may write to its tensors."""
+        """Return attention of queries to some of the keys, with its log-sum-exp, to be merged with other parts.
+
+        The result is new memory that the caller may overwrite.
+
+        Args:
+            q_BLHD: L queries.
+            k_BSHD: S of the keys.
+            v_BSHD: their values.
+            mask_B11S: bool, True for keys that are attended to; None for all.
+        """
         return partial_attention(q_BLHD, k_BSHD, v_BSHD, mask_B11S, self.in_chunks)
 
 
 def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the tensors in the form that torch's kernels take, [B, H, S, D].
+    """Return queries, keys, values and mask with heads before tokens, [B, H, S, D], as torch's attention kernels take
+    them.
 
-    A batch of queries may be larger than that of keys: groups of heads, one after the other, that share keys, values
-    and mask.
+    Queries may have a batch n times that of the keys: n groups of heads one after the other, which share keys, values
+    and mask. Keys, values and mask are then repeated n times.
+
+    Args:
+        q: queries, [n * B, L, H, D].
+        k: keys, [B, S, H, D].
+        v: values, [B, S, H, D].
+        mask: bool [B, 1, 1, S], True for keys that are attended to; None for all.
     """
     groups = len(q) // len(k)
     if groups > 1:
@@ -103,7 +128,14 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tens
 
 
 def parts_kernel(device: str, dtype: torch.dtype, masked: bool, in_chunks: bool) -> Found:
-    """Return a device's best kernel that also gives the log-sum-exp, or matrix products if `in_chunks`."""
+    """Return the attention kernel to use for parts of the keys: one that also gives the log-sum-exp.
+
+    Args:
+        device: type of the device, such as "xpu".
+        dtype: dtype of q, k and v.
+        masked: True if a mask is given.
+        in_chunks: True for matrix products in place of the device's kernel.
+    """
     from cocodiff.attention.sums import Found, attend_in_chunks, kernel_of
 
     known = attend_in_chunks if in_chunks else _KERNELS.get(device)
@@ -115,11 +147,16 @@ def parts_kernel(device: str, dtype: torch.dtype, masked: bool, in_chunks: bool)
 def partial_attention(
     q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, mask_B11S: Tensor | None = None, in_chunks: bool = False
 ) -> Partial:
-    """Return attention to some of the keys, by the device's best kernel. A batch entry may have no keys.
+    """Return attention of queries to some of the keys with its log-sum-exp, by the best kernel of the device.
+
+    A batch entry whose keys are all masked has output 0 and log-sum-exp -inf.
 
     Args:
+        q_BLHD: L queries.
+        k_BSHD: S of the keys; S may be 0.
+        v_BSHD: their values.
         mask_B11S: bool, True for keys that are attended to; None for all.
-        in_chunks: True to attend by matrix products instead.
+        in_chunks: True to attend by matrix products in place of the device's kernel.
     """
     if not k_BSHD.shape[1]:
         return no_keys(q_BLHD)
@@ -138,15 +175,22 @@ def partial_attention(
 
 
 def no_keys(q_BLHD: Tensor) -> Partial:
-    """Return the result of attention to no keys, in new memory: a start for merging."""
+    """Return the result of attention to no keys, in new memory: zeros with log-sum-exp -inf, a start for merging.
+
+    Args:
+        q_BLHD: the queries, for the shape, dtype and device.
+    """
     shape = q_BLHD.shape
     return Partial(q_BLHD.new_zeros(shape), q_BLHD.new_full(shape[:3], -math.inf, dtype=torch.float32))
 
 
 def merged(kernels: Kernels, running: Partial | None, part: Partial) -> Partial:
-    """Merge a partial result into `running`, in place and in float32, and return it.
+    """Merge a partial result of attention into `running`, in place and in float32, and return `running`.
 
-    If `running` is None, return the partial result in float32.
+    Args:
+        kernels: the operations, of which `merge_partials` is used.
+        running: float32 result for the same queries and the keys so far; None to start with `part`, in float32.
+        part: result for the same queries and other keys, which is not changed.
     """
     lse_BLH = part.lse_BLH.contiguous()
     if running is None:
@@ -156,19 +200,38 @@ def merged(kernels: Kernels, running: Partial | None, part: Partial) -> Partial:
 
 
 def all_merged(kernels: Kernels, parts: Iterable[Partial]) -> Partial:
-    """Merge one or more partial results, in float32, into that of attention to the keys of all."""
+    """Merge partial results of attention into one, that to the keys of all of them, and return it in float32.
+
+    Args:
+        kernels: the operations, of which `merge_partials` is used.
+        parts: one or more results for the same queries and different keys, merged in this order.
+    """
     found = iter(parts)
     return reduce(partial(merged, kernels), found, merged(kernels, None, next(found)))
 
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend by torch's CPU kernel. Return the output and the log-sum-exp."""
+    """Return attention [B, H, L, D] and its log-sum-exp [B, H, L], computed by torch's CPU kernel.
+
+    Args:
+        q: queries, [B, H, L, D].
+        k: keys, [B, H, S, D].
+        v: values, [B, H, S, D].
+        bias: added to the scores, [B, 1, 1, S]; None for none.
+    """
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias)
     return out, lse
 
 
 def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend by torch's CUDA kernels. Return the output and the log-sum-exp."""
+    """Return attention [B, H, L, D] and its log-sum-exp [B, H, L], computed by torch's CUDA kernels.
+
+    Args:
+        q: queries, [B, H, L, D].
+        k: keys, [B, H, S, D].
+        v: values, [B, H, S, D].
+        bias: added to the scores, [B, 1, 1, S]; None for none.
+    """
     if bias is None and q.dtype in (torch.bfloat16, torch.float16):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
     if bias is not None:
@@ -178,7 +241,16 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 def _aligned(bias_B11S: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Expand the bias to every query, with a row stride that is a multiple of eight, as the kernel requires."""
+    """Return the bias of scores expanded to all heads and queries, [B, H, L, S], with rows that begin at multiples of
+    eight elements.
+
+    torch's memory-efficient CUDA kernel requires that.
+
+    Args:
+        bias_B11S: added to the scores, the same for every head and query.
+        q: queries, [B, H, L, D], for the shape.
+        k: keys, [B, H, S, D], for the shape.
+    """
     B, H, L, _ = q.shape
     S = k.shape[2]
     padded = bias_B11S.new_zeros(len(bias_B11S), 1, 1, -(-S // 8) * 8)

@@ -33,7 +33,7 @@ from cocodiff.kernels.lossless import PARTS, Known, least_room
 from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
-FIRST_ROOMS = (0.68, 0.4)  # first part as a fraction of the tensor, in a layer's first and second call
+FIRST_ROOMS = (0.68, 0.4)  # first part of a stream as a fraction of the tensor, in a layer's first and second call
 # The fraction of a tensor's bytes that a call sends: the mean of a run of 50 steps, and a layer's first call. Heads are
 # wide enough that rounding to whole bytes does not matter (docs/exchange.md).
 TYPICAL, TYPICAL_FIRST = 0.3, 0.68
@@ -44,30 +44,39 @@ OVERFLOW = "overflow"  # purpose that the bytes of rests are also counted for in
 
 @dataclass
 class LosslessStep(CodedStep):
-    """The counts of one step over a rank's layers."""
+    """The counts of the lossless codec in one denoising step, over all layers of one rank."""
 
-    overflows: int = 0  # number of exchanges of rests
+    overflows: int = 0  # number of exchanges of bytes that did not fit in the streams' first parts ("rests")
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
-        """Return the counts of several ranks as columns of a profile, with "overflows": exchanges of rests per call."""
+        """Return the counts of several ranks for one step as columns of the drift profile, by name.
+
+        They are those of `CodedStep.merged`, and "overflows": per attention call, the number of exchanges of bytes that
+        did not fit in first parts.
+
+        Args:
+            parts: the `LosslessStep` of each rank.
+        """
         overflows = sum(part.overflows for part in parts) / sum(part.calls for part in parts)
         return super().merged(parts) | {"linear_fraction": None, "overflows": overflows}
 
 
 class SentStream(NamedTuple):
-    """A stream for one rank, in the buffer with this rank's streams of one tensor."""
+    """The encoded bytes of one tensor for one rank, in a buffer with this rank's streams of the tensor for the other
+    ranks."""
 
-    stream: Tensor  # the stream and unused memory after it
-    lengths_N: Tensor  # lengths of all streams of the tensor
+    stream: Tensor  # uint8: the stream, and unused memory after it
+    lengths_N: Tensor  # int64: bytes of each of the tensor's streams
     number: int  # index of the stream in `lengths_N`
-    room: int  # bytes of the first part
+    room: int  # bytes of the first part, which the exchange sends; bytes beyond it are sent apart
 
 
 class ReceivedParts(NamedTuple):
-    """One tensor as it has arrived: the parts of its streams that have a fixed length, without their rests."""
+    """The first parts of one tensor's streams, as they have arrived. Bytes that did not fit in them are received
+    apart."""
 
-    name: str  # of the tensor
+    name: str  # name of the tensor: "q", "k", "v" or "o" (attention's output)
     code_BTHW: Tensor  # first parts of the streams, W bytes for each token and head
     known: Known  # the tensor's values at the last calls, which predict the new ones, and the place for these
     lengths_N: Tensor  # length in bytes of each whole stream, one stream for each rank
@@ -75,11 +84,14 @@ class ReceivedParts(NamedTuple):
 
 
 class LosslessCall(StatefulCall):
-    """An attention call whose tensors are sent as streams. Attributes without a value are set by `begin`."""
+    """An attention call whose tensors are sent without loss, as streams of coded differences from predicted values.
 
-    codes: bool  # True if the tensors' dtype is coded; others are sent as they are
-    factor: float  # of the continuation; 0 for the last values as they are
-    noted_step: LosslessStep
+    Attributes that are only annotated are set by `begin`.
+    """
+
+    codes: bool  # True if the tensors' dtype is coded (16 bits); others are sent as they are
+    factor: float  # factor of the linear continuation that predicts values; 0 to predict the last values
+    noted_step: LosslessStep  # counts of the current step
     rooms: Mapping[str, int]  # by coded tensor, the bytes for each token and head of the first part
 
     def begin(self, like_BLHD: Tensor) -> None:
@@ -97,10 +109,13 @@ class LosslessCall(StatefulCall):
         self.noted_step.add(bool(self.rooms), self.share)
 
     def _room(self, name: str) -> int:
-        """Return the bytes for each token and head of the first part of a tensor's streams.
+        """Return the bytes for each token and head that are reserved for the first part of a tensor's streams.
 
-        It is what the last call needed, and more if the noise level moves farther now: one more bit holds twice the
-        difference.
+        It is what the layer's last call needed, and more if the noise level moves farther now: one more bit holds twice
+        the difference.
+
+        Args:
+            name: "q", "k", "v" or "o" (attention's output).
         """
         head_dim, state, fixed_kind = self._head_dim, self.state, self._codec.fixed_kind
         whole, needed = 2 * head_dim, state.needed.get(name, 0)
@@ -117,10 +132,16 @@ class LosslessCall(StatefulCall):
         return len(x_BLHD) * width
 
     def _known(self, ends: dict[str, End], name: str, shape: Sequence[int], rows: slice) -> Known:
-        """Return what one end knows of some rows of a tensor.
+        """Return the last values of some rows of a tensor, by which they are predicted, and the memory for the new
+        ones.
+
+        The first call for a tensor allocates its memory in `ends`.
 
         Args:
-            shape: B, T and H of the whole tensor at this end.
+            ends: the values kept for tensors that this rank sends, or for those that it receives, by name.
+            name: "q", "k", "v" or "o" (attention's output).
+            shape: batch, tokens and heads of the whole tensor there.
+            rows: the rows that are encoded or decoded.
         """
         if name not in ends:
             ends[name] = End([self._like.new_empty(*shape, self._head_dim) for _ in range(self._codec.kept)])
@@ -131,7 +152,12 @@ class LosslessCall(StatefulCall):
         return Known(written, end.newest(self.number)[:, rows], before, self.factor)
 
     def _cut(self, ranks: Sequence[int], by_rows: bool) -> Cut:
-        """Return the cut of a tensor into blocks, by the rows of these ranks or by all ranks' heads."""
+        """Return how a tensor [B, tokens, heads, D] is cut into blocks, of which each is a stream of its own.
+
+        Args:
+            ranks: the ranks whose rows the tensor has, in order; used only with `by_rows`.
+            by_rows: True to cut it by these ranks' rows, False by all ranks' heads.
+        """
         return Cut(1, tuple(self.layout.rows[rank] for rank in ranks)) if by_rows else Cut(2, self.layout.heads)
 
     # The sender's end -------------------------------------------------------------------------------------------------
@@ -143,7 +169,17 @@ class LosslessCall(StatefulCall):
         return Encoded([self._encoded(name, x, rows, cut, ranks) for name, x in tensors.items()], self.layout)
 
     def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
-        """Encode `rows` of a tensor. Return the first part of each rank's block."""
+        """Encode some rows of a tensor, keep the streams for `_rests`, and return the first part of each rank's block.
+
+        A first part is uint8 [B, rows, heads, W], with W bytes for each token and head.
+
+        Args:
+            name: "q", "k", "v" or "o" (attention's output).
+            x_BTHD: the T rows to encode.
+            rows: their place among all rows that this rank sends of the tensor.
+            cut: the blocks that the tensor is cut into, one for each of `ranks`.
+            ranks: the rank that each block goes to.
+        """
         B, _, H, _ = x_BTHD.shape
         known = self._known(self.state.sent, name, (B, self.sent_rows(name), H), rows)
         assert self.noted is not None, "a coded call has notes"
@@ -181,11 +217,17 @@ class LosslessCall(StatefulCall):
         return [ends[name].written(self.number) for name in received]
 
     def _rests(self, arrived: Sequence[ReceivedParts], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
-        """Exchange the rests that did not fit in first parts, straight between the two ends. Return those of each
-        tensor as one.
+        """Exchange the bytes that did not fit in streams' first parts, straight between the rank that encoded and the
+        one that decodes.
 
-        All ranks call this in the same order, each for what it decodes next. Only the two ranks decide whether there is
-        a message.
+        Return those that this rank received, one flat uint8 tensor for each of `arrived`, streams in order. All ranks
+        call this in the same order, each for what it decodes next. If everything fits between two ranks, there is no
+        message between them.
+
+        Args:
+            arrived: the tensors whose first parts have been received.
+            cut: the blocks that these tensors consist of, one from each of `ranks`.
+            ranks: the ranks that the blocks come from.
         """
         own, staged, attending_ranks = self.rank, self.exchange.staged, ranks
         if staged is not None and ranks in staged.chunks:  # a chunk is sent to other ranks than it comes from
@@ -229,18 +271,33 @@ class LosslessCall(StatefulCall):
         return rests
 
     def _exchange_rests(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
-        """Send and receive rests on the control lane."""
+        """Send and receive the bytes that did not fit in first parts, and wait for them. A background thread runs it.
+
+        Args:
+            sends: tensors to send, each with the rank that gets it.
+            receives: tensors to fill, each with the rank that sends it.
+        """
         with self.exchange.trace.span("rests", "control"):
             self.exchange.transport.world.send_recv(sends, receives).wait()
 
 
 class Lossless(StatefulCodec):
-    """The codec that sends exact values as streams."""
+    """The codec that sends tensors exactly, in fewer bytes: as coded differences from values that both ends can
+    predict."""
 
     transfer, step_notes = LosslessCall, LosslessStep
 
     def sent_bytes(self, head_dim: int, itemsize: int, kind: CallKind = CODED) -> int:
-        """Return the bytes on the wire of a typical run; they depend on the data."""
+        """Return the bytes that a typical run sends of one token for one head, of each of q, k, v and the output, for
+        plans.
+
+        The true number depends on the data.
+
+        Args:
+            head_dim: channels of a head.
+            itemsize: bytes of an element; only elements of 2 bytes are coded.
+            kind: the kind of attention calls.
+        """
         whole, share = head_dim * itemsize, TYPICAL_FIRST if kind.whole else TYPICAL
         return whole if itemsize != 2 else max(least_room(head_dim), math.ceil(share * whole))
 
@@ -251,7 +308,13 @@ class Lossless(StatefulCodec):
 
 
 def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:
-    """Return some rows of a tensor whose blocks of rows lie one after the other in memory."""
+    """Return some rows [B, rows, H, W] of a tensor whose blocks of rows were received one after the other in memory.
+
+    Args:
+        x_BTHW: the tensor with all T rows; a block of rows is contiguous with its batch entries, whatever the strides
+            say.
+        rows: the rows to return: one block, or all.
+    """
     B, T, *cell = x_BTHW.shape
     if rows == slice(0, T):
         return x_BTHW
@@ -260,7 +323,11 @@ def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:
-    """Return the values of some tensors as lists, read together; None for meta tensors."""
+    """Return the values of integer tensors as lists of Python numbers, one a tensor. All are read in one copy to the
+    host.
+
+    Return None for meta tensors, which predictions have.
+    """
     whole = torch.cat(list(tensors))
     if whole.is_meta:
         return None

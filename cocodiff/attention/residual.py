@@ -30,11 +30,11 @@ DAMPING = 0.5
 
 
 class ResidualCall(StatefulCall):
-    """An attention call whose tensors are sent as residuals."""
+    """An attention call whose tensors are sent as coded differences from predicted values, in a few bits a channel."""
 
-    bits: int | None  # per channel; None if tensors are sent as they are; set by `begin`
-    how: Prediction  # of all tensors that are coded; in a first call it is zero; set by `begin`
-    measures = True
+    bits: int | None  # bits of a code per channel; None if tensors are sent as they are; set by `begin`
+    how: Prediction  # the way in which coded tensors are predicted, from zero in a first call; set by `begin`
+    measures = True  # encoding measures how much tensors change
     displaced: frozenset[str] = frozenset()  # tensors that no call waits for
 
     def begin(self, like_BLHD: Tensor) -> None:
@@ -57,8 +57,13 @@ class ResidualCall(StatefulCall):
     # Displaced calls, see `DisplacedCall` -----------------------------------------------------------------------------
 
     def displace(self, names: frozenset[str]) -> None:
-        """Prepare the operands of displaced tensors. They are written in the pass that decodes the tensors of the last
-        call."""
+        """Allocate memory for the values that attention will use in place of displaced tensors.
+
+        If values are continued linearly, they are written when the last call's tensors are decoded, in the same pass.
+
+        Args:
+            names: the displaced tensors, such as {"q", "k"}.
+        """
         self.displaced, self.state.onward = names, {}
         for name in names if self.continues else ():
             newest_BTHD = self.state.received[name].newest(self.number)
@@ -85,7 +90,16 @@ class ResidualCall(StatefulCall):
         return [self._received(name, x, rows) for name, x in received.items()]
 
     def _sent(self, name: str, x_BTHD: Tensor, rows: slice) -> Tensor:
-        """Return the code of some rows, or the rows as they are, and update the reconstruction."""
+        """Return the code of some rows of a tensor, uint8 [B, T, H, W], and update the values that both ends keep of
+        it.
+
+        Return the rows themselves if this call's tensors are sent as they are.
+
+        Args:
+            name: "q", "k", "v" or "o" (attention's output).
+            x_BTHD: the T rows to send.
+            rows: their place among all rows that this rank sends of the tensor.
+        """
         ends = self.state.sent
         if name not in ends:
             ends[name] = self._end(x_BTHD, self.sent_rows(name))
@@ -100,19 +114,39 @@ class ResidualCall(StatefulCall):
         return code_BTHW
 
     def _end(self, like_BTHW: Tensor, length: int) -> End:
-        """Return the reconstructions for a first call of a tensor with `length` rows. The newest is zero if the call is
-        coded."""
+        """Return the kept values of a tensor for its first call, without contents. The newest are zero if the call is
+        coded.
+
+        Args:
+            like_BTHW: part of the tensor or of its code, for batch, heads and device.
+            length: number of rows of the whole tensor.
+        """
         B, _, H, _ = like_BTHW.shape
         new = like_BTHW.new_empty if self.bits is None else like_BTHW.new_zeros
         last_BTHD = new(B, length, H, self._head_dim, dtype=self._dtype)
         return End([*(torch.empty_like(last_BTHD) for _ in range(self._codec.kept - 1)), last_BTHD])
 
     def _span(self, work: str, name: str) -> AbstractContextManager[None]:
-        """Return a span of the trace for a pass over a tensor. Displaced tensors are coded on the main thread."""
+        """Return a span of the trace for encoding or decoding a tensor. Displaced tensors count as work of the main
+        thread.
+
+        Args:
+            work: "encode" or "decode".
+            name: "q", "k", "v" or "o" (attention's output).
+        """
         return self.exchange.trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self.layer)
 
     def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
-        """Return all rows of a tensor, of which `rows` have just arrived."""
+        """Return the whole tensor [B, S, G, D] after some of its rows have arrived: these are decoded into the kept
+        values.
+
+        Rows that have not arrived yet still hold older values.
+
+        Args:
+            name: "q", "k", "v" or "o" (attention's output).
+            x_BSGW: the memory that received codes are in, or tensors that were sent as they are.
+            rows: the rows that have arrived since the last call of this method.
+        """
         ends = self.state.received
         if self.bits is None:
             if name not in ends:  # otherwise these are more rows in the same memory
@@ -130,7 +164,10 @@ class ResidualCall(StatefulCall):
 
 
 class Residual(StatefulCodec):
-    """The codec that sends residuals. It uses the settings codec, predictor, fine_steps and arrival, see `Config`."""
+    """The codec that sends tensors as coded differences ("residuals") from predicted values. It is lossy.
+
+    It reads the settings codec, predictor, fine_steps and arrival, see `Config`.
+    """
 
     transfer = ResidualCall
 
@@ -139,17 +176,23 @@ class Residual(StatefulCodec):
 
 
 def width_of(head_dim: int, itemsize: int, bits: int | None) -> int:
-    """Return the bytes of one head of one token in messages; with `bits` None, of a tensor that is sent as it is."""
+    """Return the number of bytes that one head of one token takes in messages.
+
+    Args:
+        head_dim: channels of a head.
+        itemsize: bytes of an element of the tensor.
+        bits: bits of the code per channel; None for a tensor that is sent as it is.
+    """
     return head_dim * itemsize if bits is None else coded_width(head_dim, bits)
 
 
 def bits_of(codec: str, first: bool, fine: bool) -> int | None:
-    """Return the bits per channel; None if tensors are sent as they are.
+    """Return the number of bits per channel of a call's codes; None if its tensors are sent as they are.
 
     Args:
-        codec: the setting.
-        first: True in the first call of a sequence, which has no prediction.
-        fine: True in the last steps of a run.
+        codec: the setting: "none", "int8", "int4" or "int2".
+        first: True for a layer's first call, which has no values to predict from.
+        fine: True in the last steps of a run, which have twice the bits.
     """
     bits = BITS[codec]
     if bits is None:

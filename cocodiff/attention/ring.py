@@ -42,8 +42,11 @@ LAST_PIECES = 8  # TokenRing: pieces of the last step, if there are so many head
 
 
 class Ring:
-    """The place of one rank in its ring. Its messages are keys and values as they are, even if the Ulysses part has a
-    codec."""
+    """The part of one rank in ring attention: it passes on keys and values, and attends to those of all Ulysses groups.
+
+    A ring has one rank of each Ulysses group. Keys and values are sent as they are, even if the exchange within groups
+    has a codec.
+    """
 
     def __init__(
         self,
@@ -52,13 +55,14 @@ class Ring:
         local: LocalAttention | None = None,
         sequences: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Make the ring's group and lane. All ranks have to do so together.
+        """Open the ring's communicator and its background thread. All ranks of the mesh do so together.
 
         Args:
+            mesh: the Ulysses groups and the rings across them.
             context: this rank among all ranks of the mesh.
-            local: computes attention on this rank.
-            sequences: for every group, the order of its ranks' rows at this slot, where it differs (see
-                `Layout.sequence`).
+            local: computes attention on this rank; None for `LocalAttention`.
+            sequences: for every Ulysses group, the order in which its ranks' rows lie in the sequence (see
+                `Layout.sequence`); () for ascending order in all groups.
         """
         self.mesh, self._trace, self._local = mesh, context.trace, local or LocalAttention()
         self.sequences, self._kernels, transport = sequences or [()] * mesh.ring, context.kernels, context.transport
@@ -70,15 +74,30 @@ class Ring:
         self._ranks, self._lane = transport.group(members), transport.lane(LANE)
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Return attention of the group's queries to all groups' keys, [B, S_g, G, D] in the queries' dtype."""
+        """Return attention of the queries of this rank's group to the keys of all groups, [B, S, G, D] in the queries'
+        dtype.
+
+        S and G are the tokens of this rank's group and this rank's heads. All ranks of the ring call it.
+
+        Args:
+            q_BSGD: the group's queries.
+            k_BSGD: the group's keys.
+            v_BSGD: the group's values.
+            call: the attention call, with the number of tokens and the masks of all groups.
+        """
         parts = (self._local.part(q_BSGD, *block) for block in self.blocks(k_BSGD, v_BSGD, call))
         return all_merged(self._kernels, parts).out_BLHD.to(q_BSGD.dtype)
 
     def blocks(self, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Iterator[Keys]:
-        """Yield every group's keys and values for this rank's heads, the own group's first.
+        """Yield the keys and values of every Ulysses group for this rank's heads, this rank's own group's first.
 
-        Until the next block is asked for, the current one is sent on and the next one received. A block is overwritten
-        after two more were asked for.
+        While the caller works on one group's, they are sent on and the next group's are received. The memory of
+        received ones is overwritten once the second next ones are asked for.
+
+        Args:
+            k_BSGD: the keys of this rank's group.
+            v_BSGD: the values of this rank's group.
+            call: the attention call, with the number of tokens and the masks of all groups.
         """
         here, rows = [k_BSGD.contiguous(), v_BSGD.contiguous()], call.rows
         buffers = self._two_buffers(k_BSGD, rows)
@@ -92,7 +111,13 @@ class Ring:
                     here = coming.wait()
 
     def _two_buffers(self, like_BSGD: Tensor, rows: Sequence[int]) -> list[Tensor]:
-        """Allocate flat buffers for two blocks of the largest other group, or for one if only one is received."""
+        """Allocate two flat buffers, each for keys and values of the largest other group; only one if there is one
+        other group.
+
+        Args:
+            like_BSGD: this rank's keys, for batch, heads, channels and dtype.
+            rows: number of tokens of every Ulysses group.
+        """
         B, _, G, D = like_BSGD.shape
         others = [rows[visit.member] for visit in self._visits[1:]]
         return [like_BSGD.new_empty(2 * B * max(others) * G * D) for _ in others[:2]]
@@ -100,17 +125,25 @@ class Ring:
     def _pass_on(
         self, here: list[Tensor], onward: Move, buffer: Tensor, rows: Sequence[int], layer: str
     ) -> LaneFuture[list[Tensor]]:
-        """Start sending keys and values on, and receiving another group's.
+        """Start sending keys and values to the next member of the ring, and receiving another group's from the one
+        before.
+
+        Return the future of the received ones, [keys, values], as views of `buffer`.
 
         Args:
-            rows: number of tokens of every group.
+            here: the keys and values to send, [B, tokens, G, D] each.
+            onward: the members to send to and to receive from, and the group whose tensors arrive.
+            buffer: flat memory for what is received.
+            rows: number of tokens of every Ulysses group.
+            layer: kind of layer, for the trace.
         """
         B, _, G, D = here[0].shape
         shape = (B, rows[onward.brings], G, D)
         incoming = views(buffer[: 2 * math.prod(shape)], [shape, shape])
 
         def exchange(here: list[Tensor], incoming: list[Tensor]) -> list[Tensor]:
-            """Send and receive on the lane."""
+            """Send keys and values, receive others into `incoming`, wait for both, and return `incoming`. The
+            background thread runs it."""
             with self._trace.span("kv ring", LANE, layer):
                 sends, recvs = [(x, onward.to) for x in here], [(x, onward.before) for x in incoming]
                 self._post(self._ranks, sends, recvs).wait()
@@ -119,8 +152,17 @@ class Ring:
         return self._lane.submit(exchange, here, incoming)
 
     def _post(self, group: Group, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Pending:
-        """Start messages to and from members of the ring, and count the bytes that are sent. All members make this
-        call."""
+        """Start messages to and from members of the ring, count the bytes sent in the trace, and return what to wait
+        for.
+
+        All members of the ring make this call. A member is the index of a Ulysses group, which stands for its rank in
+        this ring.
+
+        Args:
+            group: the communicator.
+            sends: tensors to send, each with the member that gets it.
+            recvs: tensors to fill, each with the member that sends it.
+        """
         for x, member in sends:
             link = self.mesh.topology.link_class(self.rank, self._rank_of[member])
             self._trace.count(link, x.nbytes)
@@ -129,44 +171,65 @@ class Ring:
 
 
 class Passing(NamedTuple):
-    """A step in which tensors are sent to one member of the ring and others received from another."""
+    """Tensors to send to one member of a ring of ranks, and memory for those that another member sends at the same
+    time."""
 
     outgoing: Sequence[Tensor]  # tensors to send to `move.to`
     incoming: Sequence[Tensor]  # buffers for those from `move.before`
-    move: Move
+    move: Move  # the two members, and the member whose tensors arrive
 
 
 @dataclass
 class TokensInFlight:
-    """The messages of one call that the lane's jobs have posted and not yet waited for."""
+    """The messages of one TokenRing call that were posted by the background thread and not waited for yet."""
 
-    layer: str
-    # partial results of other members' queries, and of the own ones
-    parts: deque[tuple[Pending, Passing]] = field(default_factory=deque)
-    keys: tuple[Pending, Passing] | None = None  # keys and values that are passed to the next node
+    layer: str  # kind of layer, for the trace
+    # Those sent are of other members' queries, those received of this rank's own.
+    parts: deque[tuple[Pending, Passing]] = field(default_factory=deque)  # messages with partial results
+    keys: tuple[Pending, Passing] | None = None  # message with keys and values for the next node; None for none
 
 
 class Received(NamedTuple):
-    """The tensors that the messages of one step have brought."""
+    """The tensors that have arrived by the end of one step of TokenRing."""
 
-    queries: Sequence[Tensor]  # the next queries; empty at the end of a round
-    parts: Sequence[Partial]  # partial results of the own queries
-    keys: list[Tensor]  # the next node's keys and values; empty if not due yet
+    queries: Sequence[Tensor]  # the queries to attend with next, in one tensor; empty if none were to be received
+    parts: Sequence[Partial]  # partial results of attention of this rank's own queries
+    keys: list[Tensor]  # the keys and values of another node's member; empty before the end of a round
 
 
 class TokenRing(Ring):
-    """The place of one rank in a ring of queries. Its messages are tensors as they are, even if the Ulysses part has a
-    codec."""
+    """The part of one rank in TokenRing attention: queries are passed around the ranks of a node, and their results
+    sent back.
+
+    Keys and values are passed only between nodes. All tensors are sent as they are, even if the exchange within Ulysses
+    groups has a codec.
+    """
 
     def __init__(self, mesh: Mesh, context: RankContext, *more: Any) -> None:
-        """Make the ring's groups and lane; see `Ring`."""
+        """Open the ring's two communicators and its background thread. All ranks of the mesh do so together.
+
+        Args:
+            mesh: the Ulysses groups and the rings across them.
+            context: this rank among all ranks of the mesh.
+            more: `local` and `sequences`, see `Ring`.
+        """
         super().__init__(mesh, context, *more)
         self._nodes, self._steps = (visits_of(mesh, self.rank, along) for along in ((NODE,), (CARD, TILE)))
         # For everything but queries: on accelerators messages of one communicator are sent one after the other.
         self._back = context.transport.group(self._ranks.ranks)
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Return attention of the group's queries to all groups' keys; see `Ring.attend`."""
+        """Return attention of the queries of this rank's group to the keys of all groups, [B, S, G, D] in the queries'
+        dtype.
+
+        S and G are the tokens of this rank's group and this rank's heads. All ranks of the ring call it.
+
+        Args:
+            q_BSGD: the group's queries.
+            k_BSGD: the group's keys.
+            v_BSGD: the group's values.
+            call: the attention call, with the number of tokens and the masks of all groups.
+        """
         own_BSGD, keys = q_BSGD.contiguous(), [k_BSGD.contiguous(), v_BSGD.contiguous()]
         rows, step = call.rows, partial(self._step, TokensInFlight(call.layer))
         running: Partial | None = None
@@ -208,15 +271,17 @@ class TokenRing(Ring):
     def _step(
         self, flight: TokensInFlight, on: Passing | None, back: Passing | None, keys: Passing | None, lag: int
     ) -> Received:
-        """Post the messages of one step, as a job of the lane. Return what has arrived.
+        """Post the messages of one step and return the tensors that have arrived. The ring's background thread runs it.
 
-        It waits for the next queries. It waits for partial results until at most `lag` of them are in flight. At the
-        end of a node's round it also waits for the next keys.
+        It waits for the queries of this step, and for older partial results until at most `lag` messages with such are
+        in flight. If no queries are passed on, it also waits for keys of another node that are on their way.
 
         Args:
-            on: queries to pass on; None at the end of a round.
-            back: a partial result to return to its owner; None for none.
-            keys: keys and values to pass to the next node; None for none.
+            flight: the messages of this attention call; it is changed.
+            on: queries to pass on, with memory for the next ones; None at the end of a round within the node.
+            back: a partial result (output and log-sum-exp) to return to the owner of its queries; None for none.
+            keys: keys and values to pass to another node; None for none.
+            lag: most messages with partial results that may stay in flight.
         """
         with self._trace.span("token ring", LANE, flight.layer):
             queries = None if on is None else self._send_recv(self._ranks, on)
@@ -238,22 +303,35 @@ class TokenRing(Ring):
             return Received([] if on is None else on.incoming, parts, next_keys)
 
     def _send_recv(self, group: Group, way: Passing) -> Pending:
-        """Start the messages of one step."""
+        """Start sending and receiving the tensors of one step, and return what to wait for.
+
+        Args:
+            group: the communicator.
+            way: the tensors and the members that they go to and come from.
+        """
         sends, recvs = [(x, way.move.to) for x in way.outgoing], [(x, way.move.before) for x in way.incoming]
         return self._post(group, sends, recvs)
 
 
 def head_pieces(heads: int, pieces: int) -> list[slice]:
-    """Cut heads into so many nearly equal pieces, or into one for each head if there are fewer."""
+    """Cut attention heads into nearly equal pieces. Return the slice of heads of each.
+
+    Args:
+        heads: number of heads.
+        pieces: number of pieces; there are fewer if there are fewer heads.
+    """
     count = min(heads, pieces)
     return [slice(heads * n // count, heads * (n + 1) // count) for n in range(count)]
 
 
 def passing(outgoing: Sequence[Tensor], move: Move | None, rows: Sequence[int]) -> Passing | None:
-    """Return tensors to pass on, with new buffers for those to receive; None without a move.
+    """Return tensors to pass on in a ring of ranks, with newly allocated memory for those that arrive; None if `move`
+    is None.
 
     Args:
-        rows: number of tokens of every group.
+        outgoing: the tensors to send, [B, tokens, ...] each.
+        move: the members to send to and to receive from, and the member whose tensors arrive.
+        rows: number of tokens of every Ulysses group, by which the memory is sized.
     """
     if move is None:
         return None

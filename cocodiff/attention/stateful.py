@@ -38,52 +38,64 @@ from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 TENSORS = ("q", "k", "v", OUTPUT)  # the tensors of a call, in the order of their notes
-NEEDED = 1  # index of the note that is the maximum over ranks, not the sum: the room that streams need
+NEEDED = 1  # index of the note that is combined by the maximum over ranks, not the sum: the bytes that streams need
 NEWEST = 3  # number of noise levels that a continuation needs
-HEAD = 128  # head dim for which codes of steps are compared
+HEAD = 128  # head dim at which the sizes of ordinary codes and of the last steps' codes are compared
 NOTED_CALLS = 64  # calls whose notes share one tensor; a first step does not know the number of calls
 
 
 @dataclass
 class End:
-    """The values of one tensor at the last calls, at its sender or its receiver.
+    """The values that one rank keeps of a tensor from the layer's last calls, as its sender or as its receiver.
 
-    The buffers are contiguous, and take turns in being the newest.
+    The contiguous buffers take turns in holding the newest values. Calls are numbered from 0 in a sequence of calls
+    that follow one another.
     """
 
-    buffers: list[Tensor]
+    buffers: list[Tensor]  # one or two of the tensor's shape
 
     def newest(self, call: int) -> Tensor:
-        """Return the newest values that call number `call` (from 1) finds."""
+        """Return the newest values at the beginning of call number `call` (from 1): those that the call before has
+        written."""
         return self.buffers[(call - 1) % len(self.buffers)]
 
     def known(self, call: int, rows: slice) -> Reconstructions:
-        """Return some rows for that call: the newest values, and the older ones that it writes over."""
+        """Return some rows of the values that are known at the beginning of a call: the newest, and the older ones if
+        two are kept.
+
+        The call will write its own values over the older ones, or over the newest if only one is kept.
+
+        Args:
+            call: number of the call, from 1.
+            rows: the rows to return, as views.
+        """
         last, written = self.newest(call), self.written(call)
         return Reconstructions(last[:, rows], None if written is last else written[:, rows])
 
     def written(self, call: int) -> Tensor:
-        """Return the buffer that the values of call number `call` are written to."""
+        """Return the buffer for the values of call number `call` (from 0): the one with the oldest values, which it
+        overwrites."""
         return self.buffers[call % len(self.buffers)]
 
 
 @dataclass
 class LayerState:
-    """The state of one layer and branch between calls. A codec uses the fields that it needs.
+    """The memory of a codec between the calls of one layer for one guidance branch. A codec uses the fields that it
+    needs.
 
-    A call *follows* the last one if its tensors can be predicted from it. Otherwise it begins a new sequence of calls.
+    A call *follows* the last one if its tensors can be predicted from that one's. Otherwise it begins a new sequence of
+    calls.
     """
 
     form: tuple[Any, ...] = ()  # shape, dtype, layout and inference mode of the last call
     last_step: int = -2  # step of the last call
     follows: int = 0  # number of calls in the sequence after its first one
-    # noise levels of the newest calls in the sequence, at most NEWEST
-    levels: list[float] = field(default_factory=list)
+    levels: list[float] = field(default_factory=list)  # noise levels of the newest calls in the sequence, at most 3
 
     # What all ranks noted of the last call, see `take_notes`.
-    fits: bool = True  # False if a group of the last call had no scale on some rank
-    failed: bool = False  # True in a sequence that began because a group had no scale
-    needed: dict[str, int] = field(default_factory=dict)  # by tensor, the room that its streams need
+    fits: bool = True  # False if in the last call some values were too large for a scale, or not finite
+    failed: bool = False  # True in a sequence of calls that began because `fits` was False
+    needed: dict[str, int] = field(default_factory=dict)  # by tensor, 1/16 bytes a token and head that streams need
     changes: dict[str, float] = field(default_factory=dict)  # by tensor that was measured, its relative change
 
     # Tensors, by name. Of q, k and v the sender has its own rows and all heads, the receiver all rows and its own
@@ -93,18 +105,23 @@ class LayerState:
     last: dict[str, Tensor] = field(default_factory=dict)  # newest received tensors, in the memory of `received` if any
     compared: dict[str, Tensor] = field(default_factory=dict)  # rows of the last call by which changes are measured
 
-    # Displacement.
-    late: list[Callable[[], object]] = field(default_factory=list)  # receive displaced tensors of the last call
-    in_flight: int = 0  # most bytes of these messages, sent and received
-    onward: dict[str, Onward] = field(default_factory=dict)  # operands to write while they are decoded
+    # Tensors that attention did not wait for (displaced ones).
+    late: list[Callable[[], object]] = field(default_factory=list)  # functions that receive those of the last call
+    in_flight: int = 0  # most bytes of their messages, sent and received
+    onward: dict[str, Onward] = field(default_factory=dict)  # by tensor, the stand-in to write when it is decoded
 
     def begin(self, like_BLHD: Tensor, layout: Layout, step_info: StepInfo, anew: bool) -> None:
-        """Begin a call and decide whether it follows the last one.
+        """Begin a call of the layer, and decide whether it follows the last one. If it does not, drop what earlier
+        calls have left.
 
-        It does if it has the same form, is at a later step of the run, and all groups of the last call had a scale.
-        Steps in between that left the layer out do not matter. Otherwise all that earlier calls have left is dropped.
+        It follows if it has the same form, is at a later step of the run, and all groups of channels of the last call
+        had a scale. Steps in between that left the layer out do not matter. `follows` is then the number of the call in
+        its sequence; else it is 0.
 
         Args:
+            like_BLHD: a tensor of the call, for its shape and dtype.
+            layout: the tokens and heads of every rank.
+            step_info: run, step and noise level of the call.
             anew: True to begin a new sequence in any case.
         """
         form = tuple(like_BLHD.shape), like_BLHD.dtype, layout, torch.is_inference_mode_enabled()
@@ -120,29 +137,32 @@ class LayerState:
             self.follows, self.levels = self.follows + 1, [*self.levels[1 - NEWEST :], level]
 
     def catch_up(self) -> None:
-        """Receive what the last call did not wait for."""
+        """Receive and decode the tensors that the layer's last call did not wait for."""
         late, self.late, self.in_flight = self.late, [], 0
         for receive in late:
             receive()
 
     def bytes_held(self) -> int:
-        """Return the number of bytes that the state holds, including messages in flight."""
+        """Return the number of bytes that the codec keeps of this layer and branch now, messages in flight included."""
         held = [buffer for end in (*self.sent.values(), *self.received.values()) for buffer in end.buffers]
         held += self.compared.values()
         held += [x for name, x in self.last.items() if name not in self.received]
         return sum(x.nbytes for x in held) + self.in_flight
 
     def take_notes(self, notes: Sequence[Sequence[int]]) -> None:
-        """Take the notes of the last call, combined over all ranks: one row for each of TENSORS.
+        """Keep what all ranks noted of the last call's tensors: set `fits`, and update `needed` and `changes`.
 
-        A row has
-            [0]  the number of groups without a scale;
-            [1]  the room for each token and head in which every stream would have fit, in sixteenths of a byte (the
-                 maximum);
+        A tensor's row of notes, combined over all ranks, has
+
+            [0]  the number of groups of channels without a scale;
+            [1]  the space for each token and head in which every stream would have fit, in sixteenths of a byte;
             [2]  the sum over groups of the change's size minus the value's size, in eighths of an octave;
             [3]  the number of groups in that sum.
 
-        Several codecs may note a call. A 0 of [1] or [3] says nothing.
+        A 0 of [1] or [3] says that nothing was noted: the codec does not use streams, or did not measure.
+
+        Args:
+            notes: one row for each of TENSORS.
         """
         of_tensors = dict(zip(TENSORS, notes, strict=True))
         self.fits = not any(unfit for unfit, *_ in notes)
@@ -152,12 +172,12 @@ class LayerState:
 
     @property
     def factor(self) -> float:
-        """The factor of the linear continuation; 0 if there is none."""
+        """The factor of the linear continuation by which tensors are predicted; 0 to predict their last values."""
         return continuation(self.levels)
 
     @property
     def pace(self) -> float:
-        """The move of the noise level to this call, relative to its last move. Changes of tensors are proportional to
+        """The move of the noise level to this call, relative to its move before. Changes of tensors are proportional to
         it.
 
         It is limited to 1/4 and 4, and 1 if the level did not move.
@@ -169,10 +189,14 @@ class LayerState:
 
 
 def continuation(levels: Sequence[float]) -> float:
-    """Return the factor of the linear continuation, from the noise levels of the last calls with the current one last.
+    """Return the factor f of the linear continuation: a tensor is predicted as its last value plus f times its last
+    change.
 
-    It is the move of the level to this call, relative to its last move. It is at most 2, and 0 if the level did not
-    move on.
+    It is the move of the noise level to this call, relative to its move before. It is at most 2, and 0 if the level did
+    not move on.
+
+    Args:
+        levels: noise levels of the last calls, the current one last; with fewer than three the factor is 0.
     """
     if len(levels) < NEWEST or levels[-2] == levels[-3]:
         return 0.0
@@ -181,32 +205,41 @@ def continuation(levels: Sequence[float]) -> float:
 
 
 class CallNotes(NamedTuple):
-    """The notes of one call."""
+    """The numbers that a codec notes about the tensors of one attention call, to be combined over ranks."""
 
-    own: Tensor  # this rank's, int64 [tensors, NOTES]
-    state: LayerState  # takes the notes combined over all ranks
+    own: Tensor  # this rank's numbers, int64 [4 tensors, NOTES], see `LayerState.take_notes`
+    state: LayerState  # the layer's memory, which takes the numbers combined over all ranks
 
     def of(self, name: str) -> Tensor:
-        """Return the notes of one tensor, int64 [NOTES]."""
+        """Return this rank's numbers about one tensor, int64 [NOTES], as a view for kernels to add to.
+
+        Args:
+            name: "q", "k", "v" or "o" (attention's output).
+        """
         return self.own[TENSORS.index(name)]
 
 
 class SharedNotes:
-    """The notes of all attention calls in one call of the model, which are combined over the ranks that share a
+    """The numbers that codecs note about all attention calls of one call of the model, combined over the ranks of a
     sequence.
 
-    That happens in the background, while the next call of the model computes up to its first attention.
+    They are combined in the background, while the model's next call computes up to its first attention.
     """
 
     def __init__(self, everyone: RankContext | None) -> None:
-        self._everyone = everyone  # the ranks that share the sequence; None for one rank, which notes nothing
+        self._everyone = everyone  # this rank among those that share the sequence; None: one rank, which notes nothing
         self._trace = Trace() if everyone is None else everyone.trace
         self._noted: list[CallNotes] = []
-        self._blocks: list[Tensor] = []  # their memory, for NOTED_CALLS calls each
+        self._blocks: list[Tensor] = []  # memory of the notes, for NOTED_CALLS attention calls each
         self._deciding: tuple[list[CallNotes], LaneFuture[list[Any] | None]] | None = None
 
     def of_call(self, device: torch.device, state: LayerState) -> CallNotes:
-        """Return notes for one more attention call, all zero."""
+        """Return the notes of one more attention call, all zero, for kernels to write to.
+
+        Args:
+            device: the device that they are on.
+            state: the layer's memory, which will take the notes of all ranks.
+        """
         first = len(self._noted) % NOTED_CALLS * len(TENSORS)
         if not first:
             self._blocks.append(torch.zeros(NOTED_CALLS * len(TENSORS), NOTES, dtype=torch.int64, device=device))
@@ -214,7 +247,10 @@ class SharedNotes:
         return self._noted[-1]
 
     def begin_step(self) -> None:
-        """Start combining the notes of the model's last call."""
+        """Start combining the notes of the model's last call over ranks, on a background thread.
+
+        Codecs call it when the next call of the model begins.
+        """
         self.hand_out()
         if self._noted and self._everyone is not None:
             whole = torch.cat(self._blocks) if len(self._blocks) > 1 else self._blocks[0]
@@ -223,7 +259,8 @@ class SharedNotes:
             self._noted, self._blocks = [], []
 
     def hand_out(self) -> None:
-        """Wait for the combined notes and give them to the layers. They are the same on every rank."""
+        """Wait for the notes that are being combined, and give them to the layers' states. They are the same on every
+        rank."""
         if self._deciding is None:
             return
         (noted, pending), self._deciding = self._deciding, None
@@ -233,11 +270,18 @@ class SharedNotes:
             one.state.take_notes(sums[number * len(TENSORS) : (number + 1) * len(TENSORS)])
 
     def clear(self) -> None:
-        """Drop all notes."""
+        """Drop all notes, also those that are being combined."""
         self._noted, self._blocks, self._deciding = [], [], None
 
     def _sum(self, own: Tensor) -> list[Any] | None:
-        """Gather every rank's notes and combine them. Return None for meta tensors, which predictions have."""
+        """Gather every rank's notes and return them combined: for every attention call and tensor a row of NOTES
+        integers.
+
+        Return None for meta tensors, which predictions have. A background thread (lane "control") runs it.
+
+        Args:
+            own: this rank's notes of all calls, int64 [calls * 4 tensors, NOTES].
+        """
         assert self._everyone is not None, "one rank notes nothing"
         topology, ranks = self._everyone.topology, self._everyone.transport
         with self._trace.span("gather notes", "control"):
@@ -253,26 +297,26 @@ class SharedNotes:
 
 @dataclass
 class CodedStep:
-    """The counts of one step over a rank's layers.
+    """The counts of one denoising step over a rank's layers, for the drift profile.
 
-    Sizes of messages are relative to tensors as they are. They are those of a 16-bit model whose heads are whole groups
+    Sizes of messages are relative to tensors as they are, and computed for 16-bit tensors whose heads are whole groups
     of channels. The trace has a small model's actual bytes.
     """
 
     calls: int = 0  # attention calls
     coded: int = 0  # calls whose tensors were coded
     linear: int = 0  # coded tensors (four per call) that were predicted linearly
-    sent: float = 0.0  # size of all tensors in messages
-    # number of calls by their displaced tensors, as "qkv"; only with displacement
-    sets: Counter[str] = field(default_factory=Counter)
-    awaited: float = 0.0  # size of the tensors that attention waited for; only with displacement
+    sent: float = 0.0  # bytes of all tensors in messages, as a multiple of one tensor's uncoded bytes
+    sets: Counter[str] = field(default_factory=Counter)  # number of calls by the tensors not waited for, as "qkv"
+    awaited: float = 0.0  # the same of the tensors that attention waited for; only with displacement
 
     def add(self, coded: bool = False, share: float = 1.0, linear: int = 0) -> None:
-        """Count a call.
+        """Count one attention call.
 
         Args:
-            share: size of each tensor in messages, as a fraction of the tensor.
-            linear: number of its tensors that are predicted linearly.
+            coded: True if its tensors were coded.
+            share: bytes of each tensor in messages, as a fraction of the uncoded tensor's.
+            linear: number of its four tensors that are predicted linearly.
         """
         self.calls += 1
         self.coded += coded
@@ -280,20 +324,28 @@ class CodedStep:
         self.sent += len(TENSORS) * share
 
     def displace(self, names: frozenset[str] = frozenset(), share: float = 1.0) -> None:
-        """Count the displaced tensors of a call."""
+        """Count the tensors of a call that attention does not wait for, and the bytes of those that it does wait for.
+
+        Args:
+            names: the tensors that are not waited for, such as {"k", "v"}.
+            share: bytes of each tensor in messages, as a fraction of the uncoded tensor's.
+        """
         self.sets["".join(name for name in TENSORS if name in names)] += 1
         self.awaited += (len(TENSORS) - len(names)) * share
 
     @classmethod
     def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
-        """Return the counts of several ranks as columns of a profile.
+        """Return the counts of several ranks as columns of the drift profile, by name.
 
         coded_fraction      of calls;
         linear_fraction     of coded tensors; None if there are none;
         displaced_fraction  of all tensors;
         displaced_sets      fraction of calls by their displaced tensors, as {"qkv": 0.25, "": 0.75};
-        sent_fraction       of the bytes of 16-bit tensors as they are;
+        sent_fraction       of the bytes of uncoded 16-bit tensors;
         exposed_fraction    the same of the bytes that attention waited for.
+
+        Args:
+            parts: the counts of each rank.
         """
         names = ("calls", "coded", "linear", "sent", "awaited")
         calls, coded, linear, sent, awaited = (sum(getattr(part, name) for part in parts) for name in names)
@@ -309,20 +361,24 @@ class CodedStep:
 
 
 class StatefulCodec(Codec):
-    """A codec that keeps a state of every layer. A single rank codes nothing."""
+    """The base of codecs that keep tensors of every layer between its calls. On a single rank nothing is coded."""
 
     keeps_state = True
-    fixed_kind: CallKind | None = None  # the kind that every call is made to be, in recordings
-    agrees = True
-    steps_to_settle = 2  # in these there is no linear prediction, no comparison with it, and nothing in flight
-    step_notes: type[StepNotes] = CodedStep
-    _report: defaultdict[int, Any]
+    fixed_kind: CallKind | None = None  # the kind that every call is made to be, in recordings; None: by the step
+    agrees = True  # ranks gather decisions in each coded call of the model
+    # After a first call two more differ in cost: no linear prediction, no measured change, nothing in flight.
+    steps_to_settle = 2
+    step_notes: type[StepNotes] = CodedStep  # class of the counts of a step
+    _report: defaultdict[int, Any]  # counts by step
 
     def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: RankContext | None = None) -> None:
-        """Create the codec.
+        """Create the codec of one rank.
 
         Args:
-            everyone: the ranks that share the sequence, which decide together.
+            settings: the engine's settings.
+            exchange: the exchange of this rank's Ulysses group; None for one rank, or for questions that need no
+                messages.
+            everyone: this rank among all ranks that share the sequence, which decide together; None for one rank.
         """
         super().__init__(settings, exchange)
         self._report = defaultdict(self.step_notes)
@@ -339,9 +395,13 @@ class StatefulCodec(Codec):
         return Transfer(exchange, layout, layer_key.kind)
 
     def codes(self, layer: str) -> bool:
-        """Return True if a layer is one of the first `state_layers` layers, which are coded.
+        """Return True if a layer's tensors are coded: it is among the first `state_layers` layers that the run has
+        called, or there is no such limit.
 
-        The result is the same on every rank, because all models call their layers in the same order.
+        The result is the same on every rank, because all call a model's layers in the same order.
+
+        Args:
+            layer: name of the layer's module.
         """
         if self.settings.state_layers is None:
             return True
@@ -350,12 +410,16 @@ class StatefulCodec(Codec):
         return layer in self._first
 
     def state_of(self, layer_key: LayerKey) -> LayerState:
-        """Return the state of a layer and branch, which is created at its first call."""
+        """Return what is kept of a layer for a guidance branch between calls. It is created, empty, at the first call.
+
+        Args:
+            layer_key: the layer and guidance branch.
+        """
         return self._layers.setdefault(layer_key, LayerState())
 
     @property
     def fine(self) -> bool:
-        """True at the last steps, whose errors no later step corrects."""
+        """True at the last steps of a run, which are coded in more bits: no later step corrects their errors."""
         if self.fixed_kind is not None:
             return self.fixed_kind.fine
         _, step, steps, _ = self.step_info
@@ -363,20 +427,25 @@ class StatefulCodec(Codec):
 
     @property
     def noted_step(self) -> Any:
-        """The counts of the current step."""
+        """The counts of the current step, of the class `step_notes`."""
         return self._report[self.step_info.step]
 
     def note_whole(self) -> None:
-        """Record a call whose tensors are sent as they are because its layer is not coded."""
+        """Count a call whose tensors are sent as they are, because its layer is not coded."""
         self.noted_step.add()
 
     def begin_step(self, step_info: StepInfo) -> None:
-        """Begin a call of the model, and start combining all ranks' notes of the last one."""
+        """Begin a call of the model, and start combining, over all ranks, what was noted about tensors in the call
+        before.
+
+        Args:
+            step_info: the position of the call.
+        """
         super().begin_step(step_info)
         self.notes.begin_step()
 
     def catch_up(self) -> None:
-        """Receive what the last calls of all layers did not wait for."""
+        """Receive and decode, for all layers, the tensors that their last calls did not wait for."""
         for state in self._layers.values():
             state.catch_up()
 
@@ -398,7 +467,15 @@ class StatefulCodec(Codec):
     # For plans and recordings -----------------------------------------------------------------------------------------
 
     def kinds_of_steps(self, steps: int, stable: float, displaced: TensorSets) -> StepKinds:
-        """Return the kinds of every step's calls: the first step is whole, the last ones are fine and wait for all."""
+        """Return, for every step of a run, the kinds of its attention calls with their fractions: for plans.
+
+        The first step is whole. The last ones are fine, and wait for all tensors.
+
+        Args:
+            steps: number of steps.
+            stable: not used; see `Codec`.
+            displaced: for every step, the fraction of calls by the tensors that they do not wait for.
+        """
         fine = CallKind(fine=True)
         finer = fine if self.sent_bytes(HEAD, 2, fine) != self.sent_bytes(HEAD, 2) else CODED
         found = [{WHOLE: 1.0}, *[{finer: 1.0}] * (steps - 1)]
@@ -407,7 +484,18 @@ class StatefulCodec(Codec):
         return found
 
     def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
-        """Return the bytes that a layer keeps, exactly: the reconstructions of both ends."""
+        """Return the bytes that a layer keeps on every rank, exactly: the kept values of tensors, as sender and as
+        receiver.
+
+        There is one dictionary a rank, {"reconstructions": bytes}.
+
+        Args:
+            topology: the ranks of the Ulysses group.
+            layout: their tokens and heads.
+            batch: rows of the batch.
+            head_dim: channels of a head.
+            itemsize: bytes of an element.
+        """
         cells = [L * sum(layout.heads) + sum(layout.rows) * G for L, G in zip(layout.rows, layout.heads, strict=True)]
         return [{"reconstructions": len(TENSORS) * self.kept * batch * head_dim * itemsize * count} for count in cells]
 
@@ -419,23 +507,32 @@ class StatefulCodec(Codec):
 
 
 class StatefulCall(Transfer):
-    """An attention call of a codec that keeps a state of its layer."""
+    """The base of attention calls of codecs that keep tensors of every layer between its calls."""
 
     _codec: StatefulCodec
     number: int  # index of the call in its sequence of calls, from 0; set by `begin`
-    noted: CallNotes | None = None
+    noted: CallNotes | None = None  # this rank's numbers about the call; None if nothing is noted
 
     def __init__(self, codec: StatefulCodec, exchange: Exchange, layout: Layout, layer_key: LayerKey) -> None:
         super().__init__(exchange, layout, layer_key.kind)
         self._codec, self.state = codec, codec.state_of(layer_key)
 
     def sent_rows(self, name: str) -> int:
-        """Return the number of rows of a tensor that this rank sends: all of the sequence for the output, else its
-        own."""
+        """Return the number of rows that this rank sends of a tensor: of attention's output all of the sequence, else
+        its own.
+
+        Args:
+            name: "q", "k", "v" or "o" (attention's output).
+        """
         return sum(self.layout.rows) if name == OUTPUT else self.layout.rows[self.rank]
 
     def begin(self, like_BLHD: Tensor) -> None:
-        """Take the notes of earlier calls, and decide whether this call follows the last one."""
+        """Begin the call: give the layers what ranks noted of earlier calls, and decide whether this call follows the
+        layer's last one.
+
+        Args:
+            like_BLHD: the first tensor to be sent, for its shape and dtype.
+        """
         codec = self._codec
         codec.notes.hand_out()
         anew = codec.fixed_kind is not None and codec.fixed_kind.whole

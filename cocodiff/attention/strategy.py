@@ -23,36 +23,38 @@ from cocodiff.topology.layout import Segments
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """Do nothing: the default for a function that a caller may give, such as `LazyQKV.meanwhile`."""
 
 
 class LazyQKV(NamedTuple):
-    """The queries, keys and values of a call. They are projected when they are asked for, so that a strategy decides on
-    the order.
+    """The queries, keys and values of one attention call, each computed when its function is called.
 
-    Calls of `q`, `k` and `v` return this rank's rows [B, L, H, D] of all segments in the model's order, normalised and
-    rotated.
+    So attention decides in which order they are projected and sent. The functions `q`, `k` and `v` return this rank's
+    rows [B, L, H, D] of all segments in the model's order, normalised and rotated.
     """
 
-    q: Callable[[], Tensor]
-    k: Callable[[], Tensor]
-    v: Callable[[], Tensor]
+    q: Callable[[], Tensor]  # computes the queries
+    k: Callable[[], Tensor]  # computes the keys
+    v: Callable[[], Tensor]  # computes the values
     segments: Segments  # the parts of the sequence, in the model's order, with the tokens of all ranks
     heads: int  # number of all heads
-    # By segment name, the tokens that are attended to: bool [B, tokens] of all ranks. Without a mask, all of them.
-    masks: Mapping[str, Tensor] = MappingProxyType({})
-    # work of the layer that needs no attention, done once while messages are in flight
-    meanwhile: Callable[[], object] = nothing
+    # By name of the segment, bool [B, tokens] of all ranks: True for tokens that are attended to.
+    masks: Mapping[str, Tensor] = MappingProxyType({})  # by segment, the tokens to attend to; all without a mask
+    meanwhile: Callable[[], object] = nothing  # other work of the layer, called once while messages are sent
 
 
 @dataclass(frozen=True)
 class LayerKey:
-    """The key of everything that is kept between steps: one attention layer of one model, for one guidance branch."""
+    """The key under which a codec keeps tensors of an attention layer between denoising steps.
+
+    It stands for one layer of one model, for one guidance branch.
+    """
 
     layer: str  # name of the layer's module
     branch: int = 0  # index of the guidance branch
 
     @cached_property
     def kind(self) -> str:
-        """The layer's name without numbers, which groups layers in sums, e.g. "transformer_blocks.attn"."""
+        """The layer's name without numbers, such as "transformer_blocks.attn". Times and bytes of all layers with the
+        same one are summed."""
         return ".".join(part for part in self.layer.split(".") if not part.isdigit())

@@ -30,44 +30,59 @@ from cocodiff.comm.transport import Pending, RankContext
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.routes.rounds import rounds_of
 
-PIECES = 8  # fewest pieces of a call, if there are enough heads: one is attended to while others are in flight
+PIECES = 8  # fewest pieces of a call's queries, if there are enough heads: one is computed while others are sent
 
 
 def head_runs(nodes: int, heads: int) -> int:
-    """Return the number of runs of heads that the queries of each node are cut into."""
+    """Return the number of runs of heads that the queries of each node are cut into, so that a call has at least PIECES
+    pieces.
+
+    Args:
+        nodes: number of nodes in the ring of ranks.
+        heads: number of this rank's heads.
+    """
     return min(heads, -(-PIECES // nodes))
 
 
 class QueryPiece(NamedTuple):
-    """The queries of one node's members for some heads."""
+    """A piece of the queries of streaming attention: those of all ring members on one node, for some heads.
+
+    Members are indices of Ulysses groups. A ring has one rank of each group.
+    """
 
     members: Sequence[int]  # the node's members in the order of merging; the one at this rank's place is first
-    of: int  # the member of that node at this rank's place; this rank's own group if it is its node
-    to: int  # the member of another node that attends to this rank's queries meanwhile; likewise
-    heads: slice  # the heads
+    of: int  # the member of that node at this rank's place; this rank's own group if the node is its own
+    to: int  # the member of another node that gets this rank's queries in exchange; the own group likewise
+    heads: slice  # the heads that the piece has, among this rank's
 
 
 @dataclass
 class PiecesInFlight:
-    """The state of one call of streaming attention: messages between nodes that are posted, and what is merged."""
+    """The state of one call of streaming attention on a rank: posted messages between nodes, and merged results."""
 
-    layer: str
-    pieces: Sequence[QueryPiece]
+    layer: str  # kind of layer, for the trace
+    pieces: Sequence[QueryPiece]  # all pieces of the call, in the order in which they are computed
     rows: Sequence[int]  # number of tokens of every Ulysses group
-    # queries that are sent between nodes, with their buffers
-    queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)
-    # results that are sent between nodes, with their buffers and heads
+    queries: deque[tuple[Pending, Tensor]] = field(default_factory=deque)  # messages with queries, and their buffers
+    # Messages with results of this rank's queries from other nodes, with their buffers and heads.
     parts: deque[tuple[Pending, Partial, slice]] = field(default_factory=deque)
-    # results for this rank's own queries, merged so far; by the first head of each run of heads
-    merged: dict[int, Partial] = field(default_factory=dict)
+    merged: dict[int, Partial] = field(default_factory=dict)  # results of this rank's queries so far, by first head
 
 
 class Streaming(Ring):
-    """The place of one rank among ranks that keep their keys. Its messages are tensors as they are, even if the Ulysses
-    part has a codec."""
+    """The part of one rank in streaming attention: keys and values stay, and queries and their results are sent.
+
+    Tensors are sent as they are, even if the exchange within Ulysses groups has a codec.
+    """
 
     def __init__(self, mesh: Mesh, context: RankContext, *more: Any) -> None:
-        """Make groups and the lane; see `Ring`."""
+        """Open the communicators and the background thread. All ranks of the mesh do so together.
+
+        Args:
+            mesh: the Ulysses groups and the rings across them.
+            context: this rank among all ranks of the mesh.
+            more: `local` and `sequences`, see `Ring`.
+        """
         super().__init__(mesh, context, *more)
         grid = rounds_of(mesh)[mesh.group_and_slot(self.rank)[1]]
         within = len(grid.members) // grid.shape[0]
@@ -87,7 +102,17 @@ class Streaming(Ring):
         self._across = context.transport.group(self._ranks.ranks) if crossing else self._ranks
 
     def attend(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Return attention of the group's queries to all groups' keys; see `Ring.attend`."""
+        """Return attention of the queries of this rank's group to the keys of all groups, [B, S, G, D] in the queries'
+        dtype.
+
+        S and G are the tokens of this rank's group and this rank's heads. All ranks of the ring call it.
+
+        Args:
+            q_BSGD: the group's queries.
+            k_BSGD: the group's keys.
+            v_BSGD: the group's values.
+            call: the attention call, with the number of tokens and the masks of all groups.
+        """
         keys = Keys(k_BSGD.contiguous(), v_BSGD.contiguous(), call.mask(self.group))
         pieces = self._pieces(q_BSGD.shape[2])
         own = [q_BSGD[:, :, piece.heads].contiguous() for piece in pieces]
@@ -108,22 +133,31 @@ class Streaming(Ring):
         return torch.cat([part.out_BLHD for part in whole], 2).to(q_BSGD.dtype)
 
     def _pieces(self, heads: int) -> list[QueryPiece]:
-        """Return the pieces of a call, node by node, the own node first."""
+        """Return the pieces into which a call's queries are cut, node by node, this rank's own node first.
+
+        Args:
+            heads: number of this rank's heads.
+        """
         runs = head_pieces(heads, head_runs(len(self._nodes), heads))
         return [node._replace(heads=run) for node in self._nodes for run in runs]
 
     def _step(
         self, flight: PiecesInFlight, number: int, own: Sequence[Tensor], part: Partial | None
     ) -> tuple[Tensor | None, list[Partial]]:
-        """Run one step of the lane. Return the queries of piece `number` (None after the last), and at the end the
-        merged results.
+        """Run one step of the background thread. Return two things: queries to attend with, and this rank's merged
+        results.
 
-        It gathers the queries of piece `number`, sends those of the next piece between nodes, and reduces the results
-        of piece `number - 2`.
+        The first are the queries of piece `number`, [B, tokens of the node, heads, D], or None after the last piece.
+        The second is a list, one result for each run of heads, filled only in the last step.
+
+        The step gathers the queries of piece `number` within the node, exchanges those of the next piece with another
+        node, and reduces the results of piece `number - 2`.
 
         Args:
+            flight: the state of the call; it is changed.
+            number: number of the step, from 0 to one more than there are pieces.
             own: this rank's queries for every piece.
-            part: the results of piece `number - 2`; None in the first steps.
+            part: the results of piece `number - 2` with this rank's keys; None in the first steps.
         """
         pieces = flight.pieces
         with self._trace.span("streaming", LANE, flight.layer):
@@ -145,16 +179,29 @@ class Streaming(Ring):
             return torch.cat(queries, 1) if queries else None, list(flight.merged.values()) if through else []
 
     def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> None:
-        """Start sending a piece's queries to another node, and receiving that node's."""
+        """Start sending this rank's queries to another node, and receiving those of the node that the piece belongs to.
+
+        Do nothing if that is this rank's own node.
+
+        Args:
+            flight: the state of the call, which keeps the message.
+            piece: the piece of queries.
+            own_BSGD: this rank's queries for the piece's heads.
+        """
         if piece.of != self.group:
             there = own_BSGD.new_empty(len(own_BSGD), flight.rows[piece.of], *own_BSGD.shape[2:])
             flight.queries.append((self._post(self._across, [(own_BSGD, piece.to)], [(there, piece.of)]), there))
 
     def _gather(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> tuple[Pending, list[Tensor]]:
-        """Exchange queries of the piece's node with all peers. Return the pending messages, and the queries of all its
-        members.
+        """Exchange a piece's queries with all other ring members on this node.
 
-        This rank contributes those of the member at its place.
+        Return the pending messages, and the queries of all members of the piece's node, in the order of
+        `piece.members`. This rank contributes those of the member at its own place.
+
+        Args:
+            flight: the state of the call, with queries from other nodes.
+            piece: the piece of queries.
+            own_BSGD: this rank's queries for the piece's heads.
         """
         here_BSGD = own_BSGD
         if piece.of != self.group:
@@ -166,10 +213,16 @@ class Streaming(Ring):
         return self._post(self._ranks, sends, list(recvs)), [here_BSGD, *others]
 
     def _reduce(self, part: Partial, piece: QueryPiece, rows: Sequence[int]) -> tuple[Pending, list[Partial]]:
-        """Start exchanging results with all peers. Return the pending messages, and the results to merge, this rank's
-        first.
+        """Start exchanging partial results with all other ring members on this node.
 
-        Each peer gets what this rank's keys gave for the queries of its place.
+        Each gets what this rank's keys gave for the queries at its place. Return the pending messages, and the results
+        for the queries at this rank's place: this rank's own first, then those of the others, to be merged once they
+        have arrived.
+
+        Args:
+            part: what this rank's keys gave for all queries of the piece.
+            piece: the piece of queries.
+            rows: number of tokens of every Ulysses group.
         """
         of_members = [rows[member] for member in piece.members]
         ours, *theirs = (
@@ -185,7 +238,18 @@ class Streaming(Ring):
     def _merge_node(
         self, flight: PiecesInFlight, piece: QueryPiece, reducing: Pending, parts: Sequence[Partial]
     ) -> None:
-        """Merge a node's results, and send the sum to the rank whose queries they are of."""
+        """Merge the results of this node's keys for a piece, and start sending the sum to the rank whose queries they
+        are of.
+
+        Results for this rank's own queries are kept in `flight.merged`. The results from the other node are received at
+        the same time.
+
+        Args:
+            flight: the state of the call; it is changed.
+            piece: the piece of queries.
+            reducing: the messages that bring `parts`.
+            parts: the results to merge, this rank's first.
+        """
         reducing.wait()
         of_node = all_merged(self._kernels, parts)
         if piece.of == self.group:

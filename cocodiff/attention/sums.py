@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("cocodiff.attention.sums")
-# Takes q, k, v and a bias; returns the output and the log-sum-exp.
+# Takes q, k, v [B, H, L or S, D] and a bias; returns the output [B, H, L, D] and the log-sum-exp [B, H, L].
 SumsKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend by Intel's newer kernel, of sycl-tla (torch-xpu-ops, `mha_fwd.cpp`)."""
+    """Return attention [B, H, L, D] and its log-sum-exp [B, H, L], by Intel's newer kernel, of sycl-tla (torch-xpu-ops,
+    `mha_fwd.cpp`).
+
+    Raise NotImplementedError if there is a bias.
+
+    Args:
+        q: queries, [B, H, L, D].
+        k: keys, [B, H, S, D].
+        v: values, [B, H, S, D].
+        bias: added to the scores; has to be None.
+    """
     if bias is not None:
         raise NotImplementedError("it takes no mask")
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
@@ -28,8 +38,17 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor
 
 
 def _overrideable(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend by Intel's older kernel, of oneDNN. Many versions give the log-sum-exp only for training; without
-    gradients it is None or empty."""
+    """Return attention [B, H, L, D] and its log-sum-exp [B, H, L], by Intel's older kernel, of oneDNN.
+
+    Many versions of torch give the log-sum-exp only for training. Without gradients it is None or empty there, which
+    `_fault` finds.
+
+    Args:
+        q: queries, [B, H, L, D].
+        k: keys, [B, H, S, D].
+        v: values, [B, H, S, D].
+        bias: added to the scores, [B, 1, 1, S]; None for none.
+    """
     if bias is not None:
         bias = bias.expand(len(q), q.shape[1], q.shape[2], k.shape[2])
     out, lse, *_ = torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, bias, 0.0, False)
@@ -37,10 +56,17 @@ def _overrideable(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple
 
 
 def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend by matrix products, for devices without a kernel that gives the log-sum-exp.
+    """Return attention [B, H, L, D] in the queries' dtype and its log-sum-exp [B, H, L] in float32, computed by matrix
+    products.
 
-    Products are in the tensors' dtype, softmax and sums in float32. At most CHUNK scores are in memory at a time, so
-    that they stay in a large GPU's cache.
+    It is for devices without a kernel that gives the log-sum-exp. Products are in the tensors' dtype, softmax and sums
+    in float32. At most CHUNK scores are in memory at a time, so that they stay in a large GPU's cache.
+
+    Args:
+        q: queries, [B, H, L, D].
+        k: keys, [B, H, S, D].
+        v: values, [B, H, S, D].
+        bias: added to the scores, [B, 1, 1, S]; None for none.
     """
     side = max(1, math.isqrt(CHUNK // (q.shape[0] * q.shape[1])))
     q_NTD, k_NSD, v_NSD = (x.flatten(0, 1) for x in (q, k, v))
@@ -57,7 +83,15 @@ def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tu
 
 
 def _rows_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias_BHTS: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Attend with some queries, `side` keys at a time. Return the output in float32 and the log-sum-exp."""
+    """Return attention of some queries and its log-sum-exp, both in float32, computed `side` keys at a time.
+
+    Args:
+        q: queries, [B * H, L, D].
+        k: keys, [B * H, S, D].
+        v: values, [B * H, S, D].
+        bias_BHTS: added to the scores, [B, H, L, S].
+        side: number of keys whose scores are in memory at a time.
+    """
     out = q.new_zeros(q.shape, dtype=torch.float32)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
     for start in range(0, k.shape[1], side):
@@ -72,7 +106,17 @@ def _rows_in_chunks(q: Tensor, k: Tensor, v: Tensor, bias_BHTS: Tensor, side: in
 
 
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attend in float32 with all scores in memory: the reference for the other kernels."""
+    """Return attention and its log-sum-exp, computed in float32 with all scores in memory: the reference for other
+    kernels.
+
+    The attention is in the dtype of `q`.
+
+    Args:
+        q: queries, [B, H, L, D].
+        k: keys, [B, H, S, D].
+        v: values, [B, H, S, D].
+        bias: added to the scores, [B, 1, 1, S]; None for none.
+    """
     scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
     if bias is not None:
         scores = scores + bias.float()
@@ -88,7 +132,7 @@ CLOSE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # larg
 
 
 class Found(NamedTuple):
-    """The kernel to use on a device."""
+    """The attention kernel to use on a device for parts of the keys, with its name."""
 
     kernel: SumsKernel
     told: str  # its name, or why the others are not used
@@ -96,9 +140,15 @@ class Found(NamedTuple):
 
 @cache
 def kernel_of(device: str, dtype: torch.dtype, masked: bool) -> Found:
-    """Return the first kernel of a type of device that gives attention and its log-sum-exp correctly.
+    """Return the first of torch's kernels for a type of device that gives attention and its log-sum-exp correctly.
 
-    The kernels of a version of torch are tried on small tensors, once; that waits for the device.
+    If there is none, return `attend_in_chunks`. Kernels are tried on small tensors, once for all arguments of equal
+    value; that waits for the device.
+
+    Args:
+        device: type of the device, such as "xpu".
+        dtype: dtype of q, k and v.
+        masked: True if a mask is given.
     """
     lacking = []
     for name, kernel in TRIED.get(device, {}).items():
@@ -112,7 +162,14 @@ def kernel_of(device: str, dtype: torch.dtype, masked: bool) -> Found:
 
 
 def _fault(kernel: Any, device: str, dtype: torch.dtype, masked: bool) -> str:
-    """Return the reason not to use a kernel; "" if its results are right."""
+    """Try an attention kernel on small random tensors. Return the reason not to use it; "" if its results are right.
+
+    Args:
+        kernel: the kernel, see `SumsKernel`.
+        device: type of the device.
+        dtype: dtype of q, k and v.
+        masked: True to try it with a bias.
+    """
     drawn = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 3, 64, generator=drawn).to(dtype).to(device).transpose(1, 2) for n in (9, 70, 70))
     bias = None

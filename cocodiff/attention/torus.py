@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Torus:
-    """One attention call that computes on the chunks that have arrived while other chunks are under way.
+    """One attention call that computes on the chunks of tokens that have arrived while other chunks are being sent.
 
-    A chunk has the tokens of some ranks. It is a slice of q, k or v with all tokens of the group, and takes no memory
-    of its own.
+    A chunk is the tokens of some ranks. It is a slice of q, k or v with all tokens of the group, and takes no memory of
+    its own.
     """
 
     def __init__(
@@ -39,11 +39,14 @@ class Torus:
         ring: Ring | None,
         call: AttentionCall,
     ) -> None:
-        """Prepare the call.
+        """Prepare the call. Nothing is computed before `attend`.
 
         Args:
-            sent: the futures of q, k and v.
-            ring: brings the keys of other groups, which are attended to last; None for one group.
+            transfer: the messages of the call.
+            sent: the futures of q, k and v, by name.
+            local: computes attention on this rank.
+            ring: brings the keys of other Ulysses groups, which are attended to last; None for one group.
+            call: the attention call, with masks.
         """
         assert transfer.exchange.staged is not None, "Torus attends to what comes in stages"
         self._staged = staged = transfer.exchange.staged
@@ -58,7 +61,8 @@ class Torus:
         self._key_groups = [range(start, stop) for start, stop in pairwise(cuts)]
 
     def attend(self) -> Tensor:
-        """Return attention of this rank's rows to all tokens, [B, L, H, D]."""
+        """Return attention of this rank's rows to all tokens, [B, L, H, D], once all ranks have sent their parts of the
+        output."""
         self._expect_in_order()
         numbers, layer = range(len(self._rows)), self._transfer.layer
         between = len(self._key_groups) - 2 + (self._ring.mesh.ring - 1 if self._ring else 0)
@@ -81,16 +85,17 @@ class Torus:
             return back.wait()
 
     def _expect_in_order(self) -> None:
-        """Have chunks put in place in the order in which they are attended to."""
+        """Have chunks put in place as soon as they arrive, in the order in which attention will need them."""
         order = [("q", number) for number in range(1, len(self._rows))]
         order += [(name, number) for group in self._key_groups[1:] for name in "vk" for number in group]
         for name, number in order:
             self._arriving[name].expect(number)
 
     def _keys(self) -> Iterator[Keys]:
-        """Yield all keys in the order in which they are attended to, each as soon as they have arrived.
+        """Yield keys and values in the order in which they are attended to, each as soon as they have arrived.
 
-        The group's own keys start round the ring as soon as all of them have arrived.
+        The last chunks' keys complete those of this Ulysses group, which are then sent around the ring. The other
+        groups' keys come after them.
         """
         blocks, mask_B11S = None, self._call.mask(0 if self._ring is None else self._ring.group)
         for group in self._key_groups:
@@ -103,7 +108,13 @@ class Torus:
         yield from blocks or ()
 
     def _await(self, name: str, chunks: range) -> Tensor:
-        """Wait for some chunks of q, k or v and return the whole sequence."""
+        """Wait for some chunks of q, k or v. Return the tensor of the whole sequence, in which these and earlier chunks
+        are valid.
+
+        Args:
+            name: "q", "k" or "v".
+            chunks: numbers of the chunks, ascending.
+        """
         with self._trace.span(f"wait for {name}", layer=self._transfer.layer):
             *_, x_BSGD = [self._arriving[name].chunk(number) for number in chunks]
             return x_BSGD

@@ -31,7 +31,7 @@ IMAGE, FILTERS = (1, 32, 32, 32), (32, 32, 3, 3)  # shapes of a convolution's op
 
 
 class Shape(NamedTuple):
-    """The shape of a run's attention calls on one rank."""
+    """The shape of a run's attention calls on one rank, at which its device is tried."""
 
     qkv: tuple[int, int, int, int]  # batch, tokens (queries and keys), heads, head dim
     matrix: tuple[int, int]  # tokens and features of matrix products with weights
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceTrial:
-    """The result of a trial on one rank, or on all ranks."""
+    """The result of trying a device, on one rank or combined over all ranks."""
 
     attention: str  # names of the attention kernels
     error: float  # largest difference from attention in float32; 1 is the limit for rounding in this dtype
@@ -51,7 +51,12 @@ class DeviceTrial:
 
     @classmethod
     def merged(cls, trials: Iterable[DeviceTrial]) -> DeviceTrial:
-        """Return the worst of all ranks' trials, by which all ranks decide."""
+        """Return the worst of the ranks' results: the largest error, and all names of wrong copies and of changing
+        operations.
+
+        Args:
+            trials: the result of each rank.
+        """
         kernels, errors, *found = zip(*(vars(one).values() for one in trials), strict=True)
         return cls(", ".join(dict.fromkeys(kernels)), max(errors), *(tuple(sorted({*chain(*one)})) for one in found))
 
@@ -64,11 +69,17 @@ class DeviceTrial:
 
 @torch.no_grad()
 def try_device(local: LocalAttention, shape: Shape, device: torch.device, kernels: Kernels) -> DeviceTrial:
-    """Try this rank's device. It takes about as long as three attention calls.
+    """Try this rank's device at the shape of a run's calls, and return what is wrong. It takes about as long as three
+    attention calls.
+
+    Attention is compared with float32, and copies between strided tensors with the host's. Attention, matrix products
+    and convolutions are repeated to see if their bits stay the same.
 
     Args:
-        local: attends; its `in_chunks` is respected.
-        kernels: packs and unpacks.
+        local: computes attention; with its `in_chunks` set, that path is tried.
+        shape: the shape of the calls.
+        device: the device.
+        kernels: the operations that pack and unpack.
     """
     (B, S, H, D), _, dtype, masked, parts = shape
     keys, limit = S - S // 7 * masked, CLOSE.get(dtype, CLOSE[torch.float32])
@@ -93,7 +104,14 @@ def try_device(local: LocalAttention, shape: Shape, device: torch.device, kernel
 
 
 def _sdpa(*operands: Any) -> str:
-    """Return the name of the kernel that torch's SDPA chooses for q, k, v and a mask, if torch reports it."""
+    """Return the name of the kernel that torch's scaled_dot_product_attention chooses, such as "SDPA's
+    flash_attention".
+
+    Return "SDPA" if torch does not report it.
+
+    Args:
+        operands: q, k, v [B, S, H, D] and a mask or None.
+    """
     try:
         return f"SDPA's {SDPBackend(torch._fused_sdp_choice(*by_heads(*operands))).name.lower()}"
     except (RuntimeError, AttributeError, TypeError, ValueError):
@@ -101,7 +119,11 @@ def _sdpa(*operands: Any) -> str:
 
 
 def _attempt(call: Callable[[], Any]) -> Sequence[Tensor]:
-    """Return the tensors that a call returns; none if it fails."""
+    """Call a function and return the tensors that it returns, in a sequence. Return an empty one if the call fails.
+
+    Args:
+        call: computes one tensor or several, without arguments.
+    """
     try:
         found = call()
     except (RuntimeError, TypeError, AttributeError):
@@ -110,13 +132,26 @@ def _attempt(call: Callable[[], Any]) -> Sequence[Tensor]:
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest difference from the exact values, or FAILED if there are no finite numbers."""
+    """Return the largest absolute difference of tensors from their exact values; FAILED if there are none, or values
+    are not finite.
+
+    Args:
+        found: the output, and the log-sum-exp if it was computed.
+        exact: their exact values in float32, in the same order.
+    """
     of_each = [(a.float() - b).abs().nan_to_num(FAILED).max() for a, b in zip(found, exact, strict=False)]
     return max(map(float, of_each), default=FAILED)
 
 
 def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return pseudo-random numbers from -1 to 1, made from integers: the same on every device."""
+    """Return pseudo-random numbers from -1 to 1, made from integers, so that they are the same on every device.
+
+    Args:
+        shape: shape of the result.
+        seed: other seeds give other numbers.
+        dtype: dtype of the result.
+        device: device of the result.
+    """
     mixed = torch.arange(1, math.prod(shape) + 1, device=device).add_(seed << 32).mul_(MULTIPLIER)
     for _ in range(2):
         mixed.bitwise_xor_(mixed >> 32).mul_(MULTIPLIER)
@@ -124,8 +159,13 @@ def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.d
 
 
 def wrong_copies(kernels: Kernels, shape: Shape, device: torch.device) -> tuple[str, ...]:
-    """Return the names of strided copies that differ from the host's. They copy at most 300 rows of an attention
-    call."""
+    """Copy strided tensors on a device and on the host. Return the names (in COPIES) of the copies that differ.
+
+    Args:
+        kernels: the operations that pack and unpack on the device.
+        shape: shape of an attention call, of which at most 300 rows are copied.
+        device: the device.
+    """
     (_, S, H, D), found = shape.qkv, []
     for own, place in ((Kernels("torch"), torch.device("cpu")), (kernels, device)):
         x_LHD = drawn((min(S, 300), H + 1, D), 6, shape.dtype, place)

@@ -26,12 +26,20 @@ from cocodiff.topology.layout import Layout, Segments
 if TYPE_CHECKING:
     from cocodiff.attention.ring import Ring
 
-# Projects and sends q, k and v; returns their futures by name.
+# Projects and sends q, k and v of a call, in an order of its own; returns the futures of what this rank receives.
 Order = Callable[[LazyQKV, Transfer, Trace], dict[str, TensorFuture]]
 
 
 def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFuture]:
-    """Project everything, then send q, k and v in one message to each peer."""
+    """Project q, k and v, then send all three in one message to each peer. Return their futures by name.
+
+    While they are sent, `qkv.meanwhile` runs. This is the setting `order: joint`.
+
+    Args:
+        qkv: the functions that project.
+        transfer: the messages of the call.
+        trace: takes the times.
+    """
     with trace.span("project qk", layer=transfer.layer):
         q_BLHD, k_BLHD = qkv.q(), qkv.k()
     with trace.span("project v", layer=transfer.layer):
@@ -43,9 +51,15 @@ def joint(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFut
 
 
 def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorFuture]:
-    """Project and send v first, so that it is in flight while q and k are made (V-First, CoCoDiff section III-C).
+    """Project and send v first, so that it is being sent while q and k are computed (V-First, CoCoDiff section III-C).
 
-    v needs neither normalisation nor rotation. Lanes pack it, so v costs this thread only its projection.
+    Return the futures of q, k and v by name. v needs neither normalisation nor rotation, so it is ready early. Then
+    `qkv.meanwhile` runs. This is the setting `order: v_first`.
+
+    Args:
+        qkv: the functions that project.
+        transfer: the messages of the call.
+        trace: takes the times.
     """
     with trace.span("project v", layer=transfer.layer):
         v_BLHD = qkv.v()
@@ -59,10 +73,10 @@ def v_first(qkv: LazyQKV, transfer: Transfer, trace: Trace) -> dict[str, TensorF
 
 
 class Ulysses:
-    """The attention of one rank among the ranks of a Ulysses group.
+    """The attention of one rank in a Ulysses group: ranks exchange tokens for heads, attend, and exchange back.
 
-    With a codec that sends tensors as they are it is exact. With every exchange and order the result equals one
-    process's, up to the rounding of another order of summation.
+    With a codec that sends tensors as they are it is exact: the result equals one process's, up to the rounding of
+    another order of summation.
     """
 
     def __init__(
@@ -75,14 +89,15 @@ class Ulysses:
         local: LocalAttention | None = None,
         ring: Ring | None = None,
     ) -> None:
-        """Set up attention.
+        """Set up attention on this rank.
 
         Args:
-            topology: the group's ranks.
-            exchange: the group's exchange; None for one rank.
-            order: projects and sends.
-            codec: encodes tensors; by default they are sent as they are.
-            local: computes attention on this rank.
+            topology: the ranks of the Ulysses group.
+            exchange: this rank's end of the group's exchange; None for one rank.
+            trace: takes the times.
+            order: the function that projects and sends q, k and v.
+            codec: decides what is sent in place of tensors; None to send them as they are.
+            local: computes attention on this rank; None for `LocalAttention`.
             ring: brings other groups' keys and values; None for one group.
         """
         self.codec, self._topology, self.exchange = codec or Codec(), topology, exchange
@@ -92,7 +107,12 @@ class Ulysses:
         self._layouts: dict[tuple[Segments, int], list[Layout]] = {}
 
     def attend(self, qkv: LazyQKV, layer_key: LayerKey) -> Tensor:
-        """Return attention of this rank's rows to all tokens, [B, L, H, D]."""
+        """Return attention of this rank's rows to all tokens, [B, L, H, D]. All ranks that share the sequence call it.
+
+        Args:
+            qkv: functions that compute this rank's queries, keys and values.
+            layer_key: the layer and guidance branch.
+        """
         call = AttentionCall(qkv, self.layouts(qkv), layer_key.kind)
         if self.exchange is None:
             out_BLHD = self._attend_here(qkv.q(), qkv.k(), qkv.v(), call)
@@ -108,14 +128,25 @@ class Ulysses:
         return transfer.back(self._attend_here(here["q"], here["k"], here["v"], call))
 
     def _attend_here(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Return attention of the group's queries to all keys, with this rank's heads."""
+        """Return attention of the group's queries to the keys of all groups for this rank's heads, [B, S, G, D].
+
+        Args:
+            q_BSGD: the queries of the group's tokens.
+            k_BSGD: their keys.
+            v_BSGD: their values.
+            call: the attention call, with masks.
+        """
         with self._trace.span("attention", layer=call.layer):
             if self._ring is not None:
                 return self._ring.attend(q_BSGD, k_BSGD, v_BSGD, call)
             return self.local.whole(q_BSGD, k_BSGD, v_BSGD, call.mask(0))
 
     def layouts(self, qkv: LazyQKV) -> list[Layout]:
-        """Return the tokens and heads of every Ulysses group in this call."""
+        """Return the tokens and heads of every rank in a call, one layout for each Ulysses group. They are cached.
+
+        Args:
+            qkv: the call's tensors, of which the segments and the number of heads are used.
+        """
         key = (qkv.segments, qkv.heads)
         if key not in self._layouts:
             if self._ring is not None:

@@ -29,22 +29,24 @@ SHOWN_VALUES = 4  # elements up to which an error shows a tensor's values
 
 
 class Compared(NamedTuple):
-    """One argument of one rank's call."""
+    """One value of one rank, in the form in which ranks compare it: an argument of the transformer's call, or a
+    setting."""
 
-    told: tuple[str, str, int]  # its name, its form (see `form`) and the digest of its bits; these are compared
-    words: str  # its description in the error if ranks differ
+    told: tuple[str, str, int]  # name, form (see `form`) and digest of the bits of its tensors; these are compared
+    words: str  # its description in the error message if ranks differ
 
 
 def check_agreement(values: dict[str, Any], transport: Transport, at: str, wandering: Sequence[str] = ()) -> None:
-    """Raise UserError on every rank if the ranks' values differ. The error names the differing values and the ranks
-    that have another value than most.
+    """Raise UserError on every rank if the ranks' values differ.
 
-    All ranks call it and wait for each other; it also waits for the tensors' device.
+    The error names the differing values, and the ranks that have another value than most. All ranks call this and wait
+    for each other. It also waits for the tensors' device.
 
     Args:
-        values: tensors, numbers, texts and containers of them, under the same names on every rank
-        at: name of this comparison, the same on every rank
-        wandering: operations that gave other bits when repeated on some rank, for the error
+        values: tensors, numbers, texts and containers of them, under the same names on every rank.
+        transport: the ranks that compare.
+        at: name of this comparison, the same on every rank.
+        wandering: names of operations that gave other bits when they were repeated on some rank, for the error.
     """
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
     message = transport.reduce_object(own, disagreement, at)
@@ -54,8 +56,13 @@ def check_agreement(values: dict[str, Any], transport: Transport, at: str, wande
 
 
 def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
-    """Return the line that says which ranks differ in which values, by rank 0's names. Return None if all ranks
-    agree."""
+    """Return the error message that says which ranks differ in which values; None if all ranks agree.
+
+    Values are named as on rank 0, and described by the first that differs.
+
+    Args:
+        of_ranks: for every rank its values, in the same order.
+    """
     columns = zip_longest(*of_ranks, fillvalue=Compared(("", "", 0), ""))
     differing = [column for column in columns if len({one.told for one in column}) > 1]
     if not differing:
@@ -76,13 +83,19 @@ def disagreement(of_ranks: Sequence[Sequence[Compared]]) -> str | None:
 
 
 def _bits(value: Any) -> int:
-    """Return a digest of the bits of all tensors in a value. It waits for their device."""
+    """Return a 63-bit digest of the bits of all tensors in a value; 0 if there are none. It waits for their device."""
     return sum(int(digest(x)) * (2 * number + 1) for number, x in enumerate(tensors_in(value))) % 2**63
 
 
 def components_of(pipe: Any) -> dict[str, Any]:
-    """Return the class names, settings and weights' digests of a pipeline's VAE and scheduler, by name. The results of
-    the prompt encoders are among the transformer's arguments, so encoders are left out."""
+    """Return facts about a pipeline's VAE and scheduler, by name, for ranks to compare: class names, settings,
+    timesteps and digests of weights.
+
+    The results of the prompt encoders are among the transformer's arguments, so encoders are left out.
+
+    Args:
+        pipe: a diffusers pipeline, or None.
+    """
     found: dict[str, Any] = {}
     for name in ("vae", "scheduler"):
         part = getattr(pipe, name, None)
@@ -95,8 +108,14 @@ def components_of(pipe: Any) -> dict[str, Any]:
 
 def weights_digest(model: nn.Module, blocks: Sequence[Any] = ()) -> str:
     """Return a digest of a model's parameters, buffers and adapter settings, in hexadecimal digits. It waits for the
-    device. Ranks whose weights differ would make one mixed image, for instance if each initialised an adapter at
-    random. blocks: blocks with shared weights. Their `facts` stand in for the tensors in their `parameters`."""
+    device.
+
+    Ranks whose weights differ would make one mixed image, for instance if each initialised an adapter at random.
+
+    Args:
+        model: the model.
+        blocks: `SplitBlock`s, whose weights ranks share. Their `facts` stand in for the tensors in their `parameters`.
+    """
     apart = {id(x) for block in blocks for x in block.parameters}
     stored = chain(model.named_parameters(), model.named_buffers())
     adapters = [(name, *(form(getattr(m, of, None)) for of in ADAPTER_SETTINGS)) for name, m in model.named_modules()]
@@ -105,8 +124,14 @@ def weights_digest(model: nn.Module, blocks: Sequence[Any] = ()) -> str:
 
 
 def facts_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return names, forms and digests of tensors as a text. Of large models SAMPLED elements of each tensor, evenly
-    spread, are read. Tensors that stand in for others (quantised, sharded or offloaded ones) are left out."""
+    """Return names, forms and digests of tensors as one text, by which ranks compare them.
+
+    Of large models SAMPLED elements of each tensor, evenly spread, are read. Tensors that stand in for others
+    (quantised, sharded or offloaded ones) are left out.
+
+    Args:
+        tensors: pairs of a name and a tensor.
+    """
     plain = [(name, x.data) for name, x in tensors if type(x.data) is Tensor and not x.is_meta and x.numel()]
     each = SAMPLED if sum(x.numel() for _, x in plain) > WHOLE_MODEL else WHOLE_MODEL
     sampled = by_key(((x.dtype, x.device), x.flatten()[:: -(-x.numel() // each)]) for _, x in plain)
@@ -115,7 +140,10 @@ def facts_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def form(value: Any) -> str:
-    """Return a value as text, with the dtype and shape of tensors in place of their elements."""
+    """Return a value as text for comparison. Tensors appear as their dtype and shape, without elements.
+
+    Objects other than numbers, texts and containers appear as the name of their class.
+    """
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, dict):
@@ -127,7 +155,7 @@ def form(value: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """Return a value's form, with its elements if it is a tensor of at most SHOWN_VALUES."""
+    """Return a value's form for an error message, with the elements of a tensor that has at most SHOWN_VALUES."""
     if isinstance(value, Tensor) and value.numel() <= SHOWN_VALUES:
         return f"{form(value)} {value.flatten().tolist()}"
     return form(value)

@@ -17,29 +17,36 @@ from cocodiff.topology.axes import Mesh, mesh_without_ring
 from cocodiff.topology.layout import Segments
 from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, sequence_of
 
-USUAL = image_and_text(4096, 512)  # the segments of an image of 1024 x 1024 pixels with a prompt of 512 tokens
+USUAL = image_and_text(4096, 512)  # segments of an image of 1024 x 1024 pixels with a prompt of 512 tokens
 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """The shape of one attention call, by which meshes and codecs are chosen."""
+    """The size of one attention call, by which the mesh of Ulysses and Ring and the codec are chosen."""
 
-    heads: int
-    head_dim: int = 128
-    segments: Segments = USUAL  # tokens; the default stands for a job that does not say
-    batch: int = 1
+    heads: int  # number of all heads
+    head_dim: int = 128  # channels of a head
+    segments: Segments = USUAL  # segments of the sequence with their tokens; the default: not known yet
+    batch: int = 1  # rows of the batch
     itemsize: int = 2  # bytes of an element
 
     @property
     def cell(self) -> int:
-        """The bytes of one token for one head, as rings send them."""
+        """The bytes of one token for one head, over the batch, in a tensor that is not coded."""
         return self.batch * self.head_dim * self.itemsize
 
 
 def build_strategy(config: Config, mesh: Mesh, context: RankContext, local: LocalAttention | None = None) -> Ulysses:
-    """Return the attention of one rank: Ulysses within its group, with a ring if there are several groups. All ranks
-    call it, since it makes groups and lanes. The context's transport may be a virtual one. local: the attention on this
-    rank's heads, see `Ulysses`."""
+    """Return the attention of one rank: Ulysses within its group, with a ring if there are several groups.
+
+    All ranks call it, since it opens communicators and threads.
+
+    Args:
+        config: the engine's settings.
+        mesh: the Ulysses groups and the rings across them.
+        context: this rank among all ranks of the mesh; its transport may be a virtual one, for predictions.
+        local: computes attention on this rank; None for `LocalAttention`.
+    """
     exchange, ring, local, transport = None, None, local or LocalAttention(), context.transport
     group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
@@ -58,26 +65,40 @@ def build_strategy(config: Config, mesh: Mesh, context: RankContext, local: Loca
 
 
 def codec_name(config: Config) -> str:
-    """Return the import string of the codec, by the settings `codec`, `arrival` and `selection`."""
+    """Return the import string of the codec's class, such as "cocodiff.attention.residual:Residual", by the settings
+    `codec`, `arrival` and `selection`."""
     if config.arrival != "now":
         return ARRIVALS[config.arrival]
     return CODECS[config.codec] if config.codec != "none" else SELECTIONS[config.selection]
 
 
 def codec_class(config: Config) -> type[Codec]:
-    """Return the class of the codec that the settings ask for."""
+    """Return the class of the codec that the settings `codec`, `arrival` and `selection` ask for."""
     codec: type[Codec] = imported(codec_name(config))
     return codec
 
 
 def _of_job(config: Config, work: AttentionWork) -> AttentionWork:
-    """Return the work with the job's number of image tokens, unless it has segments of its own."""
+    """Return a size of attention calls whose segments are known: by the setting `image_tokens` if the given one has
+    none of its own.
+
+    Args:
+        config: the engine's settings.
+        work: the given size of an attention call.
+    """
     return replace(work, segments=image_and_text(config.image_tokens, 512)) if work.segments is USUAL else work
 
 
 def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -> tuple[Config, str | None]:
-    """Return the settings with `codec: auto` replaced by a codec, and the choice in words (None if the codec was set).
-    topology: the ranks that share a sequence."""
+    """Return two things: the settings with `codec: auto` replaced by a codec, and this choice in words.
+
+    The words are None if the codec was set.
+
+    Args:
+        config: the engine's settings.
+        topology: the ranks that share a sequence.
+        work: the size of an attention call.
+    """
     if config.codec != "auto":
         return config, None
     chosen: tuple[Config, str] = planner().choose_codec(config, topology, _of_job(config, work))
@@ -85,9 +106,17 @@ def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -
 
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
-    """Return the mesh of Ulysses and Ring that the settings ask for. The engine decides before it has seen a call: by
-    the transformer's heads and, if the machine file gives all rates, `image_tokens`. Raise UserError for a ring that
-    ranks and heads do not allow."""
+    """Return the mesh of Ulysses groups and rings that the settings ask for. Raise UserError for a ring that ranks and
+    heads do not allow.
+
+    The engine calls it before the first call of the model. It decides by the transformer's heads and, if the machine
+    file gives all rates, by the setting `image_tokens`.
+
+    Args:
+        config: the engine's settings.
+        topology: the ranks that share a sequence.
+        work: the size of an attention call.
+    """
     if not topology.machine.missing_rates:
         work = _of_job(config, work)
     plain = mesh_without_ring(topology, work.heads, config.ring, codec_class(config).keeps_state, config.ring_kind)
@@ -96,8 +125,13 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
 
 
 def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
-    """Return the table that `exchange: auto` goes by, or None for other exchanges. Raise UserError if the machine has
-    none."""
+    """Return the table by which `exchange: auto` chooses; None for other settings. Raise UserError if the machine has
+    none.
+
+    Args:
+        config: the engine's settings.
+        topology: all ranks of the mesh, on their machine.
+    """
     if config.exchange != "auto":
         return None
     rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
@@ -105,8 +139,14 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
 
 
 def chunking(config: Config, topology: Topology) -> Chunking:
-    """Return the chunks in which tensors travel within a Ulysses group. Raise UserError for `chunks: auto` on a machine
-    and number of nodes that were not measured."""
+    """Return the number of chunks in which tensors are sent within a Ulysses group, and from which size on.
+
+    Raise UserError for `chunks: auto` on a machine and number of nodes that were not measured.
+
+    Args:
+        config: the engine's settings.
+        topology: the ranks of the Ulysses group.
+    """
     if config.chunks == "auto":
         return Chunking(*load_chunk_table(topology.machine.name, topology.nodes))
     return Chunking(int(config.chunks))

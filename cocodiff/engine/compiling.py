@@ -23,15 +23,20 @@ from cocodiff.models.adapter import attends
 from cocodiff.models.checks import called_often, replace, replace_forward, stateful_hooks
 
 BACKEND = "inductor"
-REASON = "cocodiff sends messages between ranks here"  # by it our graph breaks are told from others
+REASON = "cocodiff sends messages between ranks here"  # the reason that torch records for cocodiff's graph breaks
 Function = Callable[..., Any]
 
 
 class Compiler:
-    """The torch.compile of one engine, with counts of what it compiled on this rank."""
+    """The use of torch.compile by one engine, with counts of what it compiled on this rank."""
 
     def __init__(self, trace: Trace, is_later: Callable[[], bool] = lambda: False) -> None:
-        """Compile with BACKEND. is_later: a function that returns True after the first step of a run."""
+        """Set up the compiler. Nothing is compiled yet.
+
+        Args:
+            trace: takes the times.
+            is_later: returns True after the first step of a run; graphs compiled then are counted in `later`.
+        """
         self._trace, self._is_later = trace, is_later
         self.backend: Any = BACKEND  # torch's name of the compiler, or a function
         self.paused = False  # True while all blocks run uncompiled
@@ -42,7 +47,7 @@ class Compiler:
         self._outside: dict[Function, Function] = {}
 
     def __str__(self) -> str:
-        """Return the counts in words, or "" if nothing was compiled."""
+        """Return a summary of the graphs that were compiled on this rank, or "" if there were none."""
         if not self.graphs:
             return ""
         return (
@@ -51,14 +56,19 @@ class Compiler:
         )
 
     def compiled(self, function: Function) -> Function:
-        """Return a function in compiled form. It is compiled again for each shape and type of its arguments."""
+        """Return a function in compiled form; the same object for the same function.
+
+        It is compiled at its first call, and again for each other shape and type of its arguments.
+        """
         if function not in self._compiled:
             self._compiled[function] = torch.compile(copy_of(function), backend=self._compile, dynamic=False)
         return self._compiled[function]
 
     def outside(self, function: Function) -> Function:
-        """Return a function that breaks graphs: it runs uncompiled, with everything that it calls. Equal functions give
-        the same object, so all modules of a class share their graphs."""
+        """Return a function in a form that breaks graphs: it runs uncompiled, with everything that it calls.
+
+        Equal functions give the same object, so that all modules of a class share their graphs.
+        """
         if function not in self._outside:
             self._outside[function] = torch.compiler.disable(function, reason=REASON)
         return self._outside[function]
@@ -66,7 +76,8 @@ class Compiler:
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module) -> None:
-        """Raise UserError if a model's blocks cannot be compiled."""
+        """Raise UserError if a model's blocks cannot be compiled: none attends, a cache hook is on them, or a forward
+        was replaced."""
         blocks = self.blocks_of(model)
         if not blocks:
             raise UserError(
@@ -81,7 +92,7 @@ class Compiler:
         self.check_forwards(model)
 
     def check_forwards(self, model: nn.Module) -> None:
-        """Raise UserError for a block whose forward was replaced."""
+        """Raise UserError if a model has a block whose `forward` was replaced, as hooks for offloading do."""
         for name, block in self.blocks_of(model):
             if "forward" in vars(block):
                 raise UserError(
@@ -90,8 +101,14 @@ class Compiler:
                 )
 
     def attach(self, model: nn.Module, forwards: Mapping[type, Function]) -> Callable[[], None]:
-        """Compile a model's blocks, at their first call. Return a function that puts the old ones back. forwards:
-        functions in place of the forward of some classes of blocks."""
+        """Replace the forward of a model's blocks by compiled ones. Return a function that puts the old ones back.
+
+        A block is compiled at its first call.
+
+        Args:
+            model: the model.
+            forwards: functions to compile in place of `forward`, by class of block.
+        """
         blocks, undo = self.blocks_of(model), ExitStack()
         self._breaks_before = other_breaks()
         for _, block in blocks:
@@ -102,14 +119,28 @@ class Compiler:
         return undo.close
 
     def _unless_paused(self, compiled: Function, plain: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call a block's compiled forward, or its plain one while `paused` is set. It replaces the block's forward.
+
+        Args:
+            compiled: the compiled forward.
+            plain: the block's own forward.
+            args: the block's arguments.
+            kwargs: its keyword arguments.
+        """
         return (plain if self.paused else compiled)(*args, **kwargs)
 
     def blocks_of(self, model: nn.Module) -> list[tuple[str, Any]]:
-        """Return the blocks that are compiled, with their names: those that contain attention."""
+        """Return a model's blocks that are compiled, those that contain attention, as pairs of name and module."""
         return [(name, block) for name, block in called_often(model)[1:] if any(map(attends, block.modules()))]
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
-        """Compile a graph with the backend, and count it. This is a backend of torch.compile."""
+        """Compile a graph with the backend, count it, and return the compiled function. torch.compile calls this as its
+        backend.
+
+        Args:
+            graph: the graph, a `torch.fx.GraphModule`.
+            inputs: example inputs.
+        """
         from torch._dynamo import lookup_backend
 
         started = time.perf_counter()
@@ -122,14 +153,16 @@ class Compiler:
 
 
 def parts_outside(block: nn.Module) -> list[Any]:
-    """Return the parts of a block that break its graphs: attention modules, and modules with hooks."""
+    """Return the modules in a block that break its graphs: attention modules, and modules with hooks."""
     parts = (part for part in block.modules() if part is not block)
     return [part for part in parts if attends(part) or part._forward_hooks or part._forward_pre_hooks]
 
 
 def copy_of(function: Any) -> Function:
-    """Return a function with a code object of its own. torch keeps and counts compiled code by code object, and other
-    engines compile the same blocks."""
+    """Return a copy of a function with a code object of its own.
+
+    torch keeps and counts compiled code by code object, and other engines compile the same blocks.
+    """
     code, given = function.__code__.replace(), function.__defaults__
     copy = FunctionType(code, function.__globals__, function.__name__, given, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -137,7 +170,7 @@ def copy_of(function: Any) -> Function:
 
 
 def other_breaks() -> int:
-    """Return the number of graph breaks of this process so far, apart from ours."""
+    """Return the number of graph breaks in this process so far, apart from those that cocodiff makes on purpose."""
     from torch._dynamo.utils import counters
 
     return sum(count for reason, count in counters["graph_break"].items() if REASON not in reason)

@@ -42,8 +42,15 @@ OF_DIFFUSERS = (
 
 
 def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[], object]]:
-    """Replace a VAE's `encode` and `decode` as the setting `vae` asks. Yield functions that undo it. Raise UserError
-    for `tiled` with a VAE without tiles, and for `sharded` with one that is not known in bands."""
+    """Replace a VAE's `encode` and `decode` by ones whose work ranks share. Yield functions that undo it.
+
+    Raise UserError for `tiled` with a VAE without tiles, and for `sharded` with one that is not known in bands.
+
+    Args:
+        vae: a diffusers autoencoder.
+        how: the setting `vae`: "all" (each rank decodes everything, nothing is replaced), "one", "tiled" or "sharded".
+        transport: the ranks.
+    """
     if how == "all" or (how == "one" and transport.size == 1):
         return
     shared = {"one": OneRankVAE, "tiled": TiledVAE, "sharded": ShardedVAE}[how](vae, transport)
@@ -55,25 +62,42 @@ def share_vae(vae: Any, how: str, transport: Transport) -> Iterator[Callable[[],
 
 
 class SharedVAE:
-    """A pipeline's VAE whose work ranks share. A subclass says how."""
+    """The base of VAEs whose work of decoding, and sometimes encoding, is shared by ranks. Subclasses say which rank
+    does what."""
 
     def __init__(self, vae: Any, transport: Transport) -> None:
         self._vae, self._transport, self._decode = vae, transport, vae.decode
 
     def decode(self, z: Tensor, return_dict: bool = True, **options: Any) -> Any:
         """Decode latents as the VAE does. Every rank calls it with the same latents and gets the same image, on its own
-        device."""
+        device.
+
+        Args:
+            z: the latents.
+            return_dict: True for a `DecoderOutput`, False for a tuple with the image.
+            options: further arguments of the VAE's `decode`.
+        """
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         image = self._image(z, **options)
         return DecoderOutput(sample=image) if return_dict else (image,)
 
     def _image(self, z: Tensor, **options: Any) -> Tensor:
-        """Return the image of latents."""
+        """Return the image that latents are decoded into. Every rank calls it; a subclass says how they share the work.
+
+        Args:
+            z: the latents.
+            options: further arguments of the VAE's `decode`.
+        """
         raise NotImplementedError
 
     def _copy(self, tiling: bool) -> Any:
-        """Return a copy of the VAE with its class's own methods and the same weights. tiling: its `use_tiling`."""
+        """Return a copy of the VAE with the same weights, and with the `encode` and `decode` of its class instead of
+        replaced ones.
+
+        Args:
+            tiling: True if the copy works in tiles.
+        """
         vae: Any = object.__new__(type(self._vae))
         own = {name: value for name, value in vars(self._vae).items() if name not in ("encode", "decode")}
         vars(vae).update(own, use_tiling=tiling)
@@ -81,8 +105,11 @@ class SharedVAE:
 
 
 class OneRankVAE(SharedVAE):
-    """A VAE with which rank 0 decodes and sends the image to the others, which need neither the time nor the memory.
-    Every rank encodes, since encoding uses the pipeline's random generators."""
+    """A VAE with which rank 0 decodes alone, and sends the image to the others. They need neither the time nor the
+    memory.
+
+    Every rank encodes, since encoding uses the pipeline's random generators.
+    """
 
     def _image(self, z: Tensor, **options: Any) -> Tensor:
         image = self._decode(z, return_dict=False, **options)[0].cpu() if self._transport.rank == 0 else None
@@ -91,32 +118,49 @@ class OneRankVAE(SharedVAE):
 
 
 class TiledVAE(SharedVAE):
-    """A VAE with which each rank decodes some of the tiles that the VAE cuts itself after `enable_tiling()`. The image
-    is bit for bit that of one process with tiling.
+    """A VAE with which each rank decodes some of the tiles of an image. The image equals bit for bit that of one
+    process with tiling.
 
-    The VAE itself cuts the latents and blends the tiles. Its `decode` runs twice, on copies that share its weights and
-    have another decoder. The first decoder only records its calls. Then every rank decodes its part of the calls and
-    sends the results to all. The second decoder returns these in order. An image no larger than a tile is one call,
-    which rank 0 makes.
+    The VAE itself cuts the latents and blends the tiles, as after `enable_tiling()`. Its `decode` runs twice, on copies
+    that share its weights and have another decoder. The first decoder only records its calls. Then every rank decodes
+    its part of the calls and sends the results to all. The second decoder returns these in order. An image no larger
+    than a tile is one call, which rank 0 makes.
 
-    Memory: a rank decodes one tile at a time, and keeps those that it has decoded. Then it holds all ranks' tiles (with
-    overlaps of a quarter up to 1.8 images), and with them its own twice more while they are sent, or the image once
-    they are blended. Encoding is tiled as well, but every rank does all of it.
+    Memory: a rank decodes one tile at a time, and keeps those that it has decoded. Then it holds all ranks' tiles,
+    which with overlaps of a quarter are up to 1.8 images. Besides them it holds its own twice more while they are sent,
+    or the image once they are blended. Encoding is tiled as well, but every rank does all of it.
     """
 
     def __init__(self, vae: Any, transport: Transport) -> None:
-        """Raise UserError if the VAE has no tiles."""
+        """Set up decoding in tiles. Raise UserError if the VAE has no tiles.
+
+        Args:
+            vae: a diffusers autoencoder.
+            transport: the ranks that decode.
+        """
         if not hasattr(vae, "use_tiling") or not isinstance(getattr(vae, "decoder", None), nn.Module):
             raise UserError(f"vae tiled: a {type(vae).__name__} does not decode in tiles; choose vae one or all")
         super().__init__(vae, transport)
 
     def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
-        """Encode an image in tiles, as the VAE does. Every rank encodes it by itself."""
+        """Encode an image in tiles, as the VAE does. Every rank encodes all of it by itself.
+
+        Args:
+            x: the image.
+            return_dict: True for the VAE's output object, False for a tuple.
+            options: further arguments of the VAE's `encode`.
+        """
         return self._copy(tiling=True).encode(x, return_dict=return_dict, **options)
 
     def _image(self, z: Tensor, **options: Any) -> Tensor:
-        """Return the image of latents, decoded in tiles. Raise UserError for a video's latents: its frames depend on
-        each other."""
+        """Return the image of latents, decoded in tiles by all ranks.
+
+        Raise UserError for a video's latents: its frames depend on each other.
+
+        Args:
+            z: the latents.
+            options: further arguments of the VAE's `decode`.
+        """
         if z.ndim == 5 and z.shape[2] > 1:
             raise UserError(f"vae tiled: {z.shape[2]} frames; only images are decoded in tiles: choose vae one or all")
         calls: list[partial[Tensor]] = []
@@ -134,7 +178,14 @@ class TiledVAE(SharedVAE):
         return self._decode_with(lambda *_, **__: next(in_order), z, **options)
 
     def _decode_with(self, call: Callable[..., Tensor], z: Tensor, **options: Any) -> Tensor:
-        """Return what the VAE's tiled decoding makes of latents, with `call` in place of its decoder."""
+        """Return the image that the VAE's tiled decoding makes of latents, with another function in place of its
+        decoder.
+
+        Args:
+            call: takes a tile of latents and returns a tile of the image.
+            z: the latents.
+            options: further arguments of the VAE's `decode`.
+        """
         vae = self._copy(tiling=True)
         vae._modules = {**vae._modules, "decoder": _InPlaceOfDecoder(vae.decoder, call)}
         image: Tensor = vae.decode(z, return_dict=False, **options)[0]
@@ -142,7 +193,8 @@ class TiledVAE(SharedVAE):
 
 
 class _InPlaceOfDecoder(nn.Module):
-    """A module with a decoder's layers, which some VAEs look at, that calls another function."""
+    """A module that calls a function in place of a VAE's decoder. It has the decoder's layers, since some VAEs look at
+    them."""
 
     def __init__(self, decoder: nn.Module, call: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -153,15 +205,20 @@ class _InPlaceOfDecoder(nn.Module):
 
 
 class ShardedVAE(SharedVAE):
-    """A VAE with which each rank encodes and decodes a band of the picture along its longer side. The result is that of
-    one process up to rounding, since rows of other bands that layers need are sent (`Bands`). A rank needs the memory
-    of its band.
+    """A VAE with which each rank encodes and decodes a band of the picture along its longer side.
 
-    There are at most as many bands as latent rows; ranks without one wait for the picture. The VAE's own tiling is off.
+    The result is that of one process up to rounding, since ranks exchange the rows at the edges of bands that layers
+    need (`Bands`). A rank needs the memory of its band. There are at most as many bands as latent rows; ranks without
+    one wait for the picture. The VAE's own tiling is off.
     """
 
     def __init__(self, vae: Any, transport: Transport) -> None:
-        """Raise UserError if the VAE has a layer that is not known in bands."""
+        """Set up work in bands. Raise UserError if the VAE has a layer that is not known to be right in bands.
+
+        Args:
+            vae: a diffusers autoencoder.
+            transport: the ranks that encode and decode.
+        """
         unknown = unknown_layer(vae)
         if unknown is not None:
             raise UserError(
@@ -170,7 +227,14 @@ class ShardedVAE(SharedVAE):
         super().__init__(vae, transport)
 
     def encode(self, x: Tensor, return_dict: bool = True, **options: Any) -> Any:
-        """Encode an image as the VAE does. Every rank calls it with the same image and gets the same distribution."""
+        """Encode an image as the VAE does, in bands. Every rank calls it with the same image and gets the same
+        distribution.
+
+        Args:
+            x: the image.
+            return_dict: True for an `AutoencoderKLOutput`, False for a tuple with the distribution.
+            options: further arguments of the VAE's `encode`.
+        """
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
@@ -187,7 +251,14 @@ class ShardedVAE(SharedVAE):
 
     @torch.no_grad()
     def _in_bands(self, call: Callable[[Any, Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
-        """Return the results of `call` for all bands of x, put together. factor: rows of x for each latent row."""
+        """Cut a tensor into bands, call a function on this rank's, and return the results of all bands put together, on
+        every rank.
+
+        Args:
+            call: takes a copy of the VAE and a band, and returns the band's result.
+            x: an image to encode or latents to decode; cut along the longer of its last two dimensions.
+            factor: rows of x for each row of latents: 1 for latents.
+        """
         transport, axis = self._transport, -2 if x.shape[-2] >= x.shape[-1] else -1
         latent_rows = x.shape[axis] // factor
         bands = max(1, min(transport.size, latent_rows))
@@ -202,12 +273,13 @@ class ShardedVAE(SharedVAE):
 
 
 def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: str) -> list[list[Tensor]]:
-    """Return the tensors of every rank, on every rank.
+    """Return the tensors of every rank, on every rank: one list for each.
 
     Args:
-        own: this rank's tensors, of one dtype on all ranks
-        like: a tensor on the device of the results
-        at: name of the exchange, for the error if a rank does not reach it
+        own: this rank's tensors, of one dtype on all ranks; their number and shapes may differ between ranks.
+        transport: the ranks.
+        like: a tensor on the device of the results.
+        at: name of the exchange, for the error if a rank does not reach it.
     """
     of_ranks = transport.all_gather_object([(tensor.shape, tensor.dtype) for tensor in own], at)
     dtype = next(dtype for of_rank in of_ranks for _, dtype in of_rank)
@@ -221,7 +293,14 @@ def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: st
 
 
 def gather_all(transport: Transport, own: Tensor, parts: list[Tensor], at: str) -> list[Tensor]:
-    """Fill `parts` with every rank's own tensor, and return them. at: as for `tensors_of_all`."""
+    """Fill `parts` with every rank's own tensor, and return them. It blocks; all ranks call it.
+
+    Args:
+        transport: the ranks.
+        own: this rank's tensor.
+        parts: memory for the tensor of each rank.
+        at: name of the exchange, for the error if a rank does not reach it.
+    """
 
     def gather(own: Tensor, parts: list[Tensor]) -> list[Tensor]:
         transport.world.all_gather(own, parts).wait()
@@ -232,7 +311,14 @@ def gather_all(transport: Transport, own: Tensor, parts: list[Tensor], at: str) 
 
 
 def share_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Return the indices of tiles for each rank. The largest go first, each to the rank with least to decode so far."""
+    """Divide tiles among ranks. Return a list for each rank with the indices of its tiles.
+
+    The largest go first, each to the rank with least to decode so far.
+
+    Args:
+        sizes: number of latent elements of each tile.
+        ranks: number of ranks.
+    """
     divided: list[list[int]] = [[] for _ in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         min(divided, key=lambda numbers: sum(sizes[number] for number in numbers)).append(number)
@@ -252,8 +338,11 @@ def share_tiles(sizes: list[int], ranks: int) -> list[list[int]]:
 
 
 def unknown_layer(vae: Any) -> str | None:
-    """Return the first layer of a VAE that is not known to be right in bands, with its place and the reason. None if
-    there is none."""
+    """Return the first layer of a VAE that is not known to be right in bands, with its place and the reason, as text
+    for an error.
+
+    Return None if all are known. A VAE whose class is not in VAES is refused as a whole.
+    """
     if type(vae).__name__ not in VAES or not type(vae).__module__.startswith("diffusers."):
         return "a class of its own"
     for part in (part for part in PARTS if getattr(vae, part, None) is not None):
@@ -265,12 +354,12 @@ def unknown_layer(vae: Any) -> str | None:
 
 
 def halvings(vae: Any) -> int:
-    """Return how often a VAE's encoder halves a picture's sides."""
+    """Return the number of times that a VAE's encoder halves a picture's sides."""
     return sum(layer.stride[-1] == 2 for layer in vae.encoder.modules() if isinstance(layer, CONVOLUTIONS))
 
 
 def _why_unknown(layer: Any) -> str | None:
-    """Return the reason why a layer is not known to be right in bands; None if it is."""
+    """Return the reason, as text for an error, why a layer is not known to be right in bands; None if it is."""
     kind = type(layer)
     known = (kind.__name__ in OF_TORCH and kind.__module__.startswith("torch.nn.")) or (
         kind.__name__ in OF_DIFFUSERS and kind.__module__.startswith("diffusers.")
@@ -301,12 +390,21 @@ def _why_unknown(layer: Any) -> str | None:
 
 
 class Bands(TorchFunctionMode):
-    """A mode in which a VAE's encoder and decoder compute one band of a picture. All ranks of the transport enter it,
-    and call the same layers, each with its band."""
+    """A mode of torch in which a VAE's encoder and decoder compute one band of a picture, and exchange values with
+    other bands.
+
+    It replaces convolutions, attention and group norm. All ranks of the transport enter it, and call the same layers,
+    each with its band.
+    """
 
     def __init__(self, transport: Transport, rows: Sequence[int], axis: int) -> None:
-        """Cut along `axis`: -2 for rows, -1 for columns. rows: latent rows (or columns) of every rank's band, in the
-        picture's order; at least one each."""
+        """Prepare the mode.
+
+        Args:
+            transport: the ranks that have a band, in the picture's order.
+            rows: number of latent rows (or columns) of every rank's band; at least one each.
+            axis: -2 if the picture is cut into bands of rows, -1 for columns.
+        """
         super().__init__()
         self._transport, self._rows, self._axis = transport, rows, axis
         self._instead: dict[Any, Callable[..., Tensor]] = {
@@ -322,7 +420,17 @@ class Bands(TorchFunctionMode):
         return self._instead.get(func, func)(*args, **(kwargs or {}))
 
     def _conv2d(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, *more: Any) -> Tensor:
-        """Compute a convolution on this rank's band."""
+        """Compute a convolution on this rank's band: `torch.nn.functional.conv2d` with the neighbours' rows at the
+        edges.
+
+        Args:
+            x: the band, [B, C, height, width].
+            weight: as for `conv2d`.
+            bias: as for `conv2d`.
+            stride: as for `conv2d`.
+            padding: rows and columns of zeros at each side.
+            more: further arguments of `conv2d`.
+        """
         padding = list(padding)
         if padding[self._axis]:  # pad before the convolution, to make place for the neighbours' rows
             x = F.pad(x, (0, 0, 1, 1) if self._axis == -2 else (1, 1, 0, 0))
@@ -331,13 +439,30 @@ class Bands(TorchFunctionMode):
         return F.conv2d(x, weight, bias, stride, padding, *more)
 
     def _conv3d(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, *more: Any) -> Tensor:
-        """Compute a convolution on this rank's band. Its input is padded already."""
+        """Compute a convolution on this rank's band: `torch.nn.functional.conv3d` with the neighbours' rows at the
+        edges.
+
+        Args:
+            x: the band, [B, C, frames, height, width], which its layer has padded already.
+            weight: as for `conv3d`.
+            bias: as for `conv3d`.
+            stride: as for `conv3d`.
+            more: further arguments of `conv3d`.
+        """
         self._take_edges(x, weight, stride)
         return F.conv3d(x, weight, bias, stride, *more)
 
     def _take_edges(self, x: Tensor, weight: Tensor, stride: Sequence[int]) -> None:
-        """Replace the padding of a convolution's input by the neighbours' rows, in one exchange with each. At the
-        picture's own edges zeros stay."""
+        """Write the neighbouring bands' rows over the padding of a convolution's input, in place, in one exchange with
+        each neighbour.
+
+        At the picture's own edges the padding's zeros stay.
+
+        Args:
+            x: the padded input.
+            weight: the convolution's weight; with one row along the cut nothing is done.
+            stride: the convolution's stride. With 1 both sides get a row, with 2 only the end.
+        """
         if weight.shape[self._axis] == 1:
             return
         rank, both = self._transport.rank, stride[self._axis] == 1
@@ -362,16 +487,30 @@ class Bands(TorchFunctionMode):
             place.copy_(came)
 
     def _exchange(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> list[Tensor]:
-        """Send rows, and fill the tensors of `recvs` with received ones. Return these.
+        """Send rows to neighbouring ranks, and fill tensors with rows from them. Return the filled tensors.
 
-        The thread of the control lane runs it.
+        A background thread (lane "control") runs it.
+
+        Args:
+            sends: tensors to send, each with the rank that gets it.
+            recvs: tensors to fill, each with the rank that sends it.
         """
         self._transport.world.send_recv(sends, recvs).wait()
         return [tensor for tensor, _ in recvs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
-        """Compute attention of this band's pixels to all pixels, [B, H, L, D]. With bands of columns, keys stand in
-        another order than in one process."""
+        """Compute attention of this band's pixels to all pixels, [B, H, L, D]: keys and values of all bands are
+        gathered.
+
+        With bands of columns, keys lie in another order than in one process, which does not change the result but for
+        rounding.
+
+        Args:
+            query: this band's queries, [B, H, L, D].
+            key: its keys.
+            value: its values.
+            more: further arguments of `scaled_dot_product_attention`.
+        """
         own = torch.stack([key, value])
         pixels = key.shape[2] // self._rows[self._transport.rank]
         parts = [own.new_empty(*own.shape[:3], pixels * rows, own.shape[4]) for rows in self._rows]
@@ -379,8 +518,17 @@ class Bands(TorchFunctionMode):
         return F.scaled_dot_product_attention(query, key, value, **more)
 
     def _group_norm(self, x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Normalise by the mean and variance of all bands, in float32 at least; x: [B, C, ...]. Moments are computed
-        group by group, so that no float32 copy of all of x is made."""
+        """Normalise this band by the mean and variance of all bands, in float32 at least.
+
+        Mean and variance are computed group by group, so that no float32 copy of all of x is made.
+
+        Args:
+            x: the band, [B, C, ...].
+            groups: number of groups of channels.
+            weight: scale of each channel.
+            bias: offset of each channel.
+            eps: added to the variance.
+        """
         batch, channels = x.shape[:2]
         wide = torch.promote_types(x.dtype, torch.float32)
         of_groups = x.reshape(batch * groups, -1)
@@ -398,5 +546,10 @@ class Bands(TorchFunctionMode):
         return F.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
 
     def _gathered(self, own: Tensor, parts: list[Tensor]) -> list[Tensor]:
-        """Fill `parts` with the tensors of all bands, and return them."""
+        """Fill `parts` with the tensors of all bands, and return them.
+
+        Args:
+            own: this band's tensor.
+            parts: memory for the tensor of each band.
+        """
         return gather_all(self._transport, own, parts, "a gather of all bands")

@@ -93,9 +93,14 @@ def parallelize(
 def open_transport(
     config: Config, launch: Launch | None = None, settings: dict[str, str] | None = None, on_loss: Sequence[OnLoss] = ()
 ) -> Transport:
-    """Open and return this rank's transport. All ranks call it. launch: by default it is detected. settings: further
-    settings that are compared between ranks, as `config` is. on_loss: functions that are called at once when a rank is
-    lost, also during the start."""
+    """Open and return this rank's transport: its connections to all other ranks. All ranks call it.
+
+    Args:
+        config: the engine's settings, which are compared between ranks.
+        launch: how the ranks were started; None to detect it.
+        settings: further settings that are compared between ranks, by name.
+        on_loss: functions that are called at once when a rank is lost, also during the start.
+    """
     launch = launch or detect()
     device, name = place_rank(launch, config.device, config.transport)
     alike = {name: str(value) for name, value in vars(config).items()} | (settings or {})
@@ -103,18 +108,24 @@ def open_transport(
     return connect(launch, name, device, alike, limits, on_loss, config.check_messages)
 
 
-OwnResults = tuple[dict[str, dict[str, int]], list[Any]]  # one rank's: bytes by purpose and link class; step reports
+# One rank's results: bytes sent, by purpose and link class; the reports of its codecs and step caches, each by step.
+OwnResults = tuple[dict[str, dict[str, int]], list[Any]]
 
 
 @dataclass(frozen=True)
 class Results:
-    """The bytes that all ranks have sent, and their reports of steps."""
+    """The results of all ranks together: the bytes that they have sent, and the drift profile."""
 
-    bytes: dict[str, dict[str, int]]  # by purpose and link class
-    drift: list[dict[str, Any]]  # one row for each step, see `Engine.drift_profile`
+    bytes: dict[str, dict[str, int]]  # bytes sent, by purpose and link class, see `Engine.bytes`
+    drift: list[dict[str, Any]]  # drift profile: one row for each step, see `Engine.drift_profile`
 
     @classmethod
     def merged(cls, of_ranks: Sequence[OwnResults]) -> Results:
+        """Return the sum of all ranks' bytes, and their reports merged into one row a step.
+
+        Args:
+            of_ranks: the results of each rank.
+        """
         sums = {
             purpose: {link: sum(sent[purpose][link] for sent, _ in of_ranks) for link in links}
             for purpose, links in of_ranks[0][0].items()
@@ -123,15 +134,25 @@ class Results:
 
 
 class Engine:
-    """A parallel transformer, or the several of a pipeline. Use it as a context manager; see `parallelize`. Calls of
-    one of several transformers in a row are a run of it: codecs start again with it, and keep nothing of the models
-    before."""
+    """A pipeline or transformer that runs in parallel on many ranks inside a `with` block. `parallelize` makes it.
+
+    A pipeline may have several transformers. Calls of one of them in a row are then a run of their own: codecs start
+    again with it, and keep nothing of the transformer before.
+    """
 
     def __init__(
         self, target: Any, config: Config, transport: Transport | None = None, plan: Any = None, weights: Any = None
     ) -> None:
-        """Make an engine; see `parallelize`. weights: a mapping from models to weights that stay split, see
-        `split_for_good`."""
+        """Make an engine; nothing is changed in the models before the `with` block is entered.
+
+        Args:
+            target: a diffusers pipeline or transformer.
+            config: the settings.
+            transport: an open transport; None to open one.
+            plan: places where tokens are cut and gathered, see `parallelize`; None for the class's known plan.
+            weights: for each model its weights that stay split between engines, as `split_for_good` returns them; None
+                for none.
+        """
         self._models = experts_of(target)
         self.model = self._models[0]  # the model of the current call
         self._pipe: Any = target if target is not self.model else None
@@ -167,7 +188,7 @@ class Engine:
         self.device_trial: DeviceTrial | None = None  # the last trial, of all ranks' devices
 
     def _new_compiler(self) -> Compiler | None:
-        """Return the compiler, or None if nothing is compiled; then its modules are not imported."""
+        """Return the object that compiles blocks; None with `compile: false`, whose modules are then not imported."""
         if not self.config.compile:
             return None
         from cocodiff.engine.compiling import Compiler
@@ -175,9 +196,17 @@ class Engine:
         return Compiler(self.trace, lambda: self.counter.run > 0 or self.counter.step > 0)
 
     def _new_kernels(self, path: str, note: Any = None) -> Kernels:
+        """Return the kernels to use, compiled by torch.compile if blocks are.
+
+        Args:
+            path: "auto", "sycl" or "torch".
+            note: called with the name of each operation that runs, and "sycl" or "torch"; None for nothing.
+        """
         return Kernels(path, note) if self.compiler is None else Kernels(path, note, self.compiler.compiled)
 
     def _guidance_rule(self) -> GuidanceRule:
+        """Return the rule that decides, for each call of the model, if guidance's branches are divided between two
+        parts of the ranks."""
         setting = self.config.guidance_parallel
         # "auto" needs a pipeline, which says if it uses guidance, and settings that fit half of the ranks.
         if setting == "auto" and (self._pipe is None or not self._parts_fit()):
@@ -185,7 +214,7 @@ class Engine:
         return GuidanceRule(setting, self.size, self.family.rows_per_image > 1, self.family.branches)
 
     def _parts_fit(self) -> bool:
-        """Return True if ranks can be divided into parts each of which has a mesh."""
+        """Return True if the ranks can be divided into guidance's two parts, each with a mesh that fits the model."""
         try:
             for ranks in Axes.build(self.topology, guidance=PARTS).branches[0]:
                 _ = self._sequence_of(dataclasses.replace(self._context, topology=self.topology.part(ranks))).mesh
@@ -195,17 +224,23 @@ class Engine:
 
     @property
     def _context(self) -> RankContext:
-        """This rank among all ranks of the engine."""
+        """This rank among all ranks of the engine, with their topology, the trace and the kernels."""
         return RankContext(self.transport, self.topology, self.trace, self._kernels)
 
     def _sequence_of(self, context: RankContext) -> SequenceRanks:
+        """Return the object for ranks that share one sequence, with settings that fit the model. Nothing is opened yet.
+
+        Args:
+            context: this rank among those ranks.
+        """
         work = AttentionWork(*self.adapter.heads(self.model))
         config = self.config if context.transport.size == 1 else self.adapter.exchange_settings(self.config)
         return SequenceRanks(config, context, work)
 
     @property
     def sequence(self) -> SequenceRanks:
-        """The ranks that compute the current call."""
+        """The ranks that share the sequence of the current call: all of the engine's, or this rank's part of guidance's
+        two."""
         return self._guided.current
 
     @property
@@ -216,7 +251,8 @@ class Engine:
     # Entering and leaving -------------------------------------------------------------------------------------------
 
     def warn_until_entered(self) -> Engine:
-        """Have the models warn, once, if they are called before this engine is entered. Return this engine."""
+        """Have the models warn, once, if they are called before this engine's `with` block is entered. Return this
+        engine."""
         for model in self._models if self.size > 1 else ():
             self._undo.callback(model.register_forward_pre_hook(partial(_warn_outside, self._undo)).remove)
         return self
@@ -253,12 +289,17 @@ class Engine:
             self.transport.close()
 
     def _tell_others(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        """Report this rank's error to the other ranks, unless it came from them."""
+        """Report the error with which this rank leaves the `with` block to the other ranks, unless it came from them.
+
+        The arguments are those of `__exit__`.
+        """
         if error is not None and not isinstance(error, PeerLost):  # PeerLost came from the others
             mistake = isinstance(error, UserError)
             self.transport.health.fail(str(error) if mistake else f"{type(error).__name__}: {error}", mistake)
 
     def _open(self) -> None:
+        """Raise UserError if the engine is in use, or if its transport was closed by the caller. Open a new one if this
+        engine closed it."""
         if self._inside:
             raise UserError("this engine is in use: leave its `with` block before entering it again")
         if self.transport.closed:
@@ -268,7 +309,14 @@ class Engine:
             self._guided = GuidedRanks(self._context, self._rule, self._sequence_of)
 
     def _put_on(self, number: int, model: nn.Module) -> Iterator[Callable[[], object]]:
-        """Make a model parallel, around what is on it already. Yield a function that undoes each step."""
+        """Make a model parallel: put hooks, attention and what the settings ask for around what is on it already.
+
+        Yield, after each change, a function that undoes it.
+
+        Args:
+            number: index of the model among the pipeline's.
+            model: the transformer.
+        """
         # A single rank gives the bits of one process: it is the reference for others.
         kernels = self._kernels if self.size > 1 else self._new_kernels("torch")
         yield model.register_forward_pre_hook(checks.never_compiled(self._on_call), with_kwargs=True).remove
@@ -292,7 +340,7 @@ class Engine:
         yield replace(model, "__getstate__", self.__reduce__)
 
     def _share_vae(self) -> Iterator[Callable[[], object]]:
-        """Have ranks share the work of the pipeline's VAE. Yield a function that undoes each step."""
+        """Have ranks share the work of the pipeline's VAE. Yield, after each change, a function that undoes it."""
         vae = getattr(self._pipe, "vae", None)
         if vae is not None:
             from cocodiff.engine.decoding import share_vae
@@ -311,39 +359,51 @@ class Engine:
         )
 
     def new_run(self) -> None:
-        """Declare that the next call of the transformer begins a new image. Every rank calls it. Nothing of the last
-        image is used for it, and its steps count from 0. Pipelines do not need it. Of a bare transformer a run begins
-        by itself where the timestep rises, or where the first timestep is repeated with other noise."""
+        """Declare that the next call of the transformer begins a new image. Every rank calls it.
+
+        Nothing of the last image is used for the new one, and its steps count from 0. Pipelines do not need it. Without
+        a pipeline, a run begins by itself where the timestep rises, or where the first timestep is repeated with other
+        noise.
+        """
         self.counter.new_run()
 
     # The bytes that were sent, and the reports of each step -----------------------------------------------------------
 
     def bytes(self, purpose: str = "attention") -> dict[str, int]:
-        """Return the bytes that all ranks sent per link class, in all blocks so far. Inside the block it asks the other
-        ranks, so every rank calls it. After it the bytes are those at the block's end.
+        """Return the bytes that all ranks have sent for a purpose, by link class, summed over all uses of the `with`
+        block so far.
+
+        Inside the block it asks the other ranks, so every rank calls it. After it the bytes are those at the block's
+        end.
+
+        Args:
+            purpose: one of the names below.
 
         "attention": q, k, v and outputs of attention
         "unsplit": its part of guidance branches that all ranks computed together though guidance is parallel
-        "late", "overflow": its parts that no call waited for, and that are the lossless codec's rests
+        "late", "overflow": its parts that no call waited for, and that did not fit in the lossless codec's first parts
         "whole": the bytes that attention would have sent uncoded, along the same routes
         "guidance", "gather": the model's output between guidance's two parts, and within a part
-        "notes", "weights": the numbers by which codecs and the step cache decide, and shared weights"""
+        "notes", "weights": the numbers by which codecs and the step cache decide, and shared weights
+        """
         sent = self._current_results().bytes
         # Attention's bytes include those of guidance branches that all ranks computed together.
         also = sent["unsplit"] if purpose == "attention" else {}
         return {link: sent[purpose][link] + also.get(link, 0) for link in LINK_CLASSES}
 
     def drift_profile(self) -> list[dict[str, Any]]:
-        """Return one row for each step so far, over all layers, runs and ranks. Every rank calls it inside the block.
+        """Return one row for each step so far, as a dictionary, over all layers, runs and ranks. Every rank calls it
+        inside the block.
 
-        With V-Major a row has the mean relative change of v against its reference and the fraction of image tokens that
-        stayed; with a codec or displacement, `CodedStep.merged`; with a step cache, the fraction of calls that were
-        cached. The list is empty if everything is computed and sent as it is.
+        A row has "step" and columns by the settings. With V-Major these are "change" (mean relative change of v against
+        its reference) and "stable_fraction" (of image tokens that stayed unsent). With a codec or displacement they are
+        those of `CodedStep.merged`, with a step cache "cached_fraction". The list is empty if everything is computed
+        and sent as it is.
         """
         return list(self._current_results().drift)
 
     def forget_drift(self) -> None:
-        """Delete the drift profile so far. Every rank calls it."""
+        """Delete the drift profile so far, on this rank. Every rank calls it."""
         for one in self._reporting:
             one.forget_report()
         if self._results is not None:
@@ -351,20 +411,28 @@ class Engine:
 
     @property
     def _reporting(self) -> list[Any]:
-        """The codecs and step caches, which report on every step."""
+        """The codecs and step caches of this rank, whose `report` methods give records of every step."""
         return [*(ranks.strategy.codec for ranks in self._guided.sequences), *self._caches]
 
     def _own_results(self) -> OwnResults:
+        """Return this rank's bytes by purpose and link class, and the reports of its codecs and step caches."""
         return {purpose: self.trace.bytes(purpose) for purpose in PURPOSES}, [one.report() for one in self._reporting]
 
     def _current_results(self) -> Results:
-        """Return the results so far inside the block, and after it those at its end. Only inside it are other ranks
-        asked."""
+        """Return the results of all ranks: inside the `with` block those so far, after it those at its end.
+
+        Inside the block other ranks are asked, so all call it.
+        """
         if self._inside:
             return self._results_of_all_ranks("engine.bytes() or drift_profile()")
         return self._results or Results.merged([self._own_results()])
 
     def _results_of_all_ranks(self, at: str) -> Results:
+        """Return the results of all ranks so far. All ranks call it.
+
+        Args:
+            at: name of this exchange, for the error if a rank does not reach it.
+        """
         return self.transport.reduce_object(self._own_results(), Results.merged, at)
 
     # What happens during a model call -------------------------------------------------------------------------------
@@ -372,7 +440,16 @@ class Engine:
     def _on_call(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], Arguments] | None:
-        """Prepare for a call of a model. Return its new arguments if this rank computes only some rows of the batch."""
+        """Prepare for a call of a model: count it, compare ranks' inputs, check memory, and tell the codec its step.
+
+        It is a forward pre-hook of torch. Return new arguments, as ((), dictionary), if this rank computes only some
+        rows of the batch; else None.
+
+        Args:
+            model: the transformer that is called.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         self.model = model
         arguments = self._signature.bind(*args, **kwargs).arguments
         self._check_call(arguments)
@@ -389,6 +466,11 @@ class Engine:
         return None if own_rows is None else ((), own_rows)
 
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Raise UserError if a model is compiled by torch, or has a cache hook that does not go with the settings.
+
+        Args:
+            modules: pairs of name and module.
+        """
         found = list(modules)
         checks.check_not_compiled(found)
         cache = checks.check_caches(found, self.config.step_cache, self.size)
@@ -397,6 +479,12 @@ class Engine:
             self._rule.stay_together(f"the cache hook {cache}")
 
     def _check_call(self, arguments: Arguments) -> None:
+        """Raise UserError if the current call cannot run in parallel, because of its arguments, gradients, or hooks
+        added meanwhile.
+
+        Args:
+            arguments: the call's arguments, by name.
+        """
         self._check_model(checks.called_often(self.model))
         if self.compiler is not None:
             self.compiler.check_forwards(self.model)
@@ -405,8 +493,15 @@ class Engine:
             checks.check_no_gradients(self.model, arguments)
 
     def _try_device(self, arguments: Arguments, sample: Tensor) -> None:
-        """Test accelerators at the shape of a run's first calls. If a rank's attention is wrong, all ranks compute it
-        in chunks. Raise UserError if a rank's copies are wrong, since every result would be."""
+        """Try the ranks' accelerators at the shape of this call, in a run's first calls, once for each shape.
+
+        If a rank's attention is wrong, all ranks compute attention by matrix products from then on. Raise UserError if
+        a rank's copies are wrong, since every result would be.
+
+        Args:
+            arguments: the call's arguments, by name.
+            sample: the tensor that is denoised.
+        """
         sequence, ranks = self.sequence, self._guided.comparing(self.counter.branch)
         if ranks is None or self.counter.calls > COMPARED_CALLS or sample.device.type in ("cpu", "meta"):
             return
@@ -430,8 +525,13 @@ class Engine:
             local.in_chunks = True
 
     def _compare_with_others(self, arguments: Arguments) -> None:
-        """Raise UserError if the ranks' inputs differ. The first calls of a run are compared: the second shows which
-        pipelines guide in two calls, the third shows the noise."""
+        """Raise UserError if the ranks' settings, weights or inputs differ. Only the first calls of a run are compared.
+
+        The second call shows which pipelines guide in two calls, the third shows the noise.
+
+        Args:
+            arguments: the call's arguments, by name.
+        """
         ranks = self._guided.comparing(self.counter.branch)
         if self.size == 1 or self.counter.calls > COMPARED_CALLS or ranks is None:
             return
@@ -450,6 +550,11 @@ class Engine:
         check_agreement(facts | arguments, ranks, f"the transformer's {self.counter.here}", wandering)
 
     def _begin_step(self, arguments: Arguments) -> None:
+        """Tell the codec and the step cache which run and step the current call belongs to.
+
+        Args:
+            arguments: the call's arguments, by name.
+        """
         counter, number = self.counter, self._models.index(self.model)
         run = counter.run * len(self._models) + number  # a number for the run of this model
         step_info = StepInfo(run, counter.step, self._steps(), counter.sigma)
@@ -458,8 +563,14 @@ class Engine:
             self._caches[number].begin_call(step_info, counter.branch, self.sequence, arguments)
 
     def _check_memory(self, hidden: Tensor) -> None:
-        """Raise UserError if what is kept between calls does not fit, at the first call of each size and branch. No
-        rank is far ahead then, as the first exchange needs all. Families without planned shapes use `check_room`."""
+        """Raise UserError if this rank lacks the memory for what codec and step cache keep between calls.
+
+        It is checked at the first call of each size and branch. No rank is far ahead then, as the first exchange needs
+        all. Families of models whose sizes cannot be planned use `check_room`.
+
+        Args:
+            hidden: the tensor that is denoised, with the rows that this rank computes.
+        """
         ranks = self.sequence
         codec = ranks.strategy.codec
         if self.size == 1 or not (codec.keeps_state or self._caches) or not (ranks.segments and self.family.planned):
@@ -487,17 +598,23 @@ class Engine:
             planner().check_room_for_layers(layers, qkv, self.sequence, self._ranks_on_node)
 
     def _steps(self) -> int | None:
-        """Return the number of steps of a run, from the pipeline or the settings; None if neither says."""
+        """Return the number of denoising steps of a run, from the pipeline or the settings; None if neither tells
+        it."""
         steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
         return None if steps is None else int(steps)
 
     @property
     def segments(self) -> Segments:
-        """The segments of the model's current call, from its adapter."""
+        """The segments (such as image and text) of the model's current call, with their tokens on all ranks."""
         return self.sequence.segments
 
     def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
-        """Return attention of this rank's rows to all rows, [B, L, H, D]. layer: name of the module that attends."""
+        """Return attention of this rank's rows to the rows of all ranks, [B, L, H, D]. Attention layers call it.
+
+        Args:
+            qkv: functions that compute this rank's queries, keys and values.
+            layer: name of the module that attends.
+        """
         if self.model is not self._models[0]:
             layer = f"{EXPERTS[1]}.{layer}"
         layer_key = LayerKey(layer, self.counter.branch)
@@ -510,11 +627,20 @@ class Engine:
 
 
 def _is_parallel(model: nn.Module) -> bool:
-    """Return True if an engine has this model in its `with` block."""
+    """Return True if a model is parallel now: it is in the `with` block of an engine."""
     return isinstance(getattr(vars(model).get("__getstate__"), "__self__", None), Engine)
 
 
 def _warn_outside(hooks: ExitStack, model: nn.Module, *_: Any) -> None:
+    """Warn that a model is called outside of its engine's `with` block, and remove the hooks that warn.
+
+    It is a forward pre-hook of torch.
+
+    Args:
+        hooks: removes the hooks of all the engine's models.
+        model: the model that is called.
+        _: its arguments, which are not used.
+    """
     if not _is_parallel(model):
         hooks.close()
         outside = f"{type(model).__name__} is called outside of its `with` block, so each rank computes all of it"

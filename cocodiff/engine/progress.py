@@ -11,19 +11,21 @@ NEW_NOISE = 0.5  # relative distance of two samples at one timestep above which 
 
 
 class StepCounter:
-    """A counter of runs (images), their steps, and the guidance branches of a step, from the calls of a transformer.
+    """The count of runs (images), their denoising steps, and the guidance branches of a step, by the calls of a
+    transformer.
 
-    It goes by the pipeline's scheduler if there is one. New timesteps are a new run, another step index is another
-    step, and calls at one index are the branches of guidance. Schedulers of second order have an index for each call,
-    and a pipeline's `num_timesteps` counts those.
+    With a pipeline it goes by the scheduler. New timesteps are a new run, another step index is another step, and calls
+    at one index are the branches of guidance. Schedulers of second order have an index for each call, and a pipeline's
+    `num_timesteps` counts those.
 
-    Without a scheduler it goes by the calls. A lower timestep is a new step, a higher one a new run. At an equal
-    timestep (several may be rounded to one), a sample that changed is a new step. It is another branch if it is
-    unchanged, has another size, or comes with a text that is new in this step. At the first timestep of a run, a sample
-    far from the last one is a new run.
+    Without a scheduler it compares each call with the last one. A lower timestep is a new step, a higher one a new run.
+    At an equal timestep (several may be rounded to one), a sample that changed is a new step. It is another branch if
+    it is unchanged, has another size, or comes with a text that is new in this step. At the first timestep of a run, a
+    sample far from the last one is a new run.
     """
 
     def __init__(self) -> None:
+        """Start before the first call."""
         # Of the current call: run, step and branch, from 0; and the number of this run's calls, including this one.
         self.run, self.step, self.branch, self.calls = -1, -1, 0, 0
         # Noise level of the current call, in the scheduler's units; without a scheduler its timestep, or None.
@@ -38,21 +40,21 @@ class StepCounter:
 
     @property
     def here(self) -> str:
-        """The current call in words, for messages: the same on all ranks."""
+        """The current call in words, such as "call 3 of image 1", for messages. It is the same on all ranks."""
         return f"call {self.calls} of image {self.run + 1}"
 
     def new_run(self) -> None:
-        """Have the next call begin a run, whatever it looks like."""
+        """Have the next call begin a new run, whatever its timestep and sample are."""
         self._begins = True
 
     def call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None = None, scheduler: Any = None) -> None:
-        """Count a call of the transformer.
+        """Count a call of the transformer: set `run`, `step`, `branch`, `calls` and `sigma` to those of the call.
 
         Args:
-            timestep: of any shape; the largest counts, since tokens of a given frame have 0
-            sample: the tensor that is denoised, of any shape
-            text: the prompt's embeddings, of any shape
-            scheduler: the pipeline's, None for a bare transformer
+            timestep: of any shape; the largest counts, since tokens of a given frame have 0.
+            sample: the tensor that is denoised, of any shape.
+            text: the prompt's embeddings, of any shape; None if the model has none.
+            scheduler: the pipeline's scheduler; None for a bare transformer.
         """
         schedule, index = getattr(scheduler, "timesteps", None), getattr(scheduler, "step_index", None)
         if self._begins or schedule is not self._schedule:
@@ -72,6 +74,7 @@ class StepCounter:
         self._texts.append(text)
 
     def _count(self, kind: str) -> None:
+        """Update the counts for a call that begins a new "run", a new "step" or another guidance "branch"."""
         self.calls += 1
         if kind == "run":
             self.run, self.step, self.branch, self.calls = self.run + 1, 0, 0, 1
@@ -82,6 +85,13 @@ class StepCounter:
             self.branch += 1
 
     def _read_sigma(self, timestep: Tensor | None, scheduler: Any) -> None:
+        """Set `sigma` to the call's noise level: the scheduler's, or without a scheduler that counts steps the
+        timestep.
+
+        Args:
+            timestep: the call's timestep, or None.
+            scheduler: the pipeline's scheduler, or None.
+        """
         schedule = getattr(scheduler, "timesteps", None)
         if schedule is None or not hasattr(scheduler, "step_index"):
             self.sigma = None if timestep is None else float(timestep.max())
@@ -95,7 +105,14 @@ class StepCounter:
         self.sigma = self._sigmas[index]
 
     def _kind_of_call(self, timestep: Tensor | None, sample: Tensor, text: Tensor | None) -> str:
-        """Return what a call begins by comparison with the last one: a new "run", "step" or "branch"."""
+        """Return what a call begins, by comparing it with the last one, where no scheduler counts: "run", "step" or
+        "branch".
+
+        Args:
+            timestep: the call's timestep, or None.
+            sample: the tensor that is denoised.
+            text: the prompt's embeddings, or None.
+        """
         if timestep is not None and self._timestep is not None:
             change = float(timestep.max()) - float(self._timestep)
             if change:
@@ -111,5 +128,5 @@ class StepCounter:
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return True if both are None or equal tensors."""
+    """Return True if two tensors are equal, or both None."""
     return one is other or (one is not None and other is not None and torch.equal(one, other))

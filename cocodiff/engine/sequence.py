@@ -21,16 +21,20 @@ if TYPE_CHECKING:
 
 
 class SequenceRanks:
-    """The ranks that share one sequence. They cut tensors into each rank's tokens, and gather them again."""
+    """The ranks that share one sequence of tokens, as one of them sees it: their connections, mesh and attention.
+
+    It cuts tensors into each rank's tokens, and gathers them again.
+    """
 
     strategy: Ulysses  # the attention of this rank; absent until it is connected
 
     def __init__(self, config: Config, context: RankContext, work: AttentionWork) -> None:
-        """Choose the codec if the settings leave it open. Groups and lanes are made by `connect`.
+        """Choose the codec if the settings leave it open. Nothing is opened before `connect`.
 
         Args:
-            context: this rank among these ranks
-            work: the attention call by which the mesh is chosen
+            config: the engine's settings.
+            context: this rank among the ranks that share the sequence.
+            work: the size of an attention call, by which mesh and codec are chosen.
         """
         self._work, self._context, self._trace = work, context, context.trace
         self.topology, self.transport = context.topology, context.transport
@@ -41,21 +45,33 @@ class SequenceRanks:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of these ranks. Raises UserError for one that ranks and heads do not allow."""
+        """The Ulysses groups and rings of these ranks. Raise UserError for a mesh that ranks and heads do not allow."""
         return mesh_of(self.config, self.topology, self._work)
 
     def connect(self) -> Ulysses:
-        """Return this rank's attention. The first call makes it, with its groups and lanes: all ranks call together."""
+        """Return this rank's attention. The first call opens its communicators and threads, so all ranks call it
+        together."""
         if not hasattr(self, "strategy"):
             self.strategy = build_strategy(self.config, self.mesh, self._context)
         return self.strategy
 
     def shares(self, segment: str) -> tuple[int, ...]:
-        """Return each rank's number of tokens in a segment."""
+        """Return the number of tokens that each rank has of a segment of the current call.
+
+        Args:
+            segment: name of the segment, such as "image".
+        """
         return {one.name: one for one in self.segments}[segment].shares(self.topology)
 
     def cut(self, segment: str, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's tokens of a segment, as a contiguous copy. `whole` has all tokens along `dim`."""
+        """Return this rank's tokens of a segment, as a contiguous copy. Raise RuntimeError if the number of tokens does
+        not match.
+
+        Args:
+            segment: name of the segment.
+            whole: a tensor with all tokens of the segment.
+            dim: the dimension of tokens.
+        """
         shares = self.shares(segment)
         if whole.shape[dim] != sum(shares):
             raise RuntimeError(f"{whole.shape[dim]} rows in dimension {dim} of {tuple(whole.shape)}, not {sum(shares)}")
@@ -63,8 +79,14 @@ class SequenceRanks:
         return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
 
     def transposes(self, rows: str, columns: str, slices: int, early: float) -> Transposes:
-        """Return the transposes of the current call: the tokens of one segment are rows, those of another one columns.
-        slices, early: see `Transposes`."""
+        """Return the exchanges of rows for columns in the current call of a model whose tokens are a grid.
+
+        Args:
+            rows: name of the segment whose tokens are the rows.
+            columns: name of the segment whose tokens are the columns.
+            slices: number of slices of each side, see `Transposes`.
+            early: fraction of slices that are sent at once, see `Transposes`.
+        """
         from cocodiff.exchange.transpose import Transposes
 
         assert self.strategy.exchange is not None, "one rank has nothing to transpose"
@@ -72,18 +94,27 @@ class SequenceRanks:
         return Transposes(self.strategy.exchange, self.shares(rows), self.shares(columns), slices, early, codec)
 
     def gather(self, x: Tensor, segment: str, dim: int = 1) -> Tensor:
-        """Return all tokens of a segment, from each rank's along `dim`. Every rank gets the same bits."""
+        """Return all tokens of a segment, on every rank with the same bits. All ranks call it, each with its own
+        tokens.
+
+        Args:
+            x: this rank's tokens.
+            segment: name of the segment.
+            dim: the dimension of tokens.
+        """
         if self.size == 1:
             return x
         self.transport.arrive("the gather of outputs")
         return self.gather_rows(x, self.shares(segment), dim, "gather")
 
     def gather_rows(self, x: Tensor, shares: tuple[int, ...] | list[int], dim: int, *purposes: str) -> Tensor:
-        """Return all ranks' rows along `dim`, on every rank.
+        """Return the rows of all ranks in one tensor, on every rank. All ranks call it and wait.
 
         Args:
-            shares: number of rows of each rank
-            purposes: of `trace.PURPOSES`, for each of which the sent bytes are counted
+            x: this rank's rows.
+            shares: number of rows of each rank.
+            dim: the dimension of rows.
+            purposes: purposes (of `trace.PURPOSES`) that the sent bytes are counted for.
         """
 
         def gather(x: Tensor) -> Tensor:

@@ -44,48 +44,59 @@ BLOCK_LISTS = (
 
 @dataclass
 class Kept:
-    """The results of a computed call that are kept for later calls of the same guidance branch."""
+    """The results of a computed call of the model that the step cache keeps, for later calls of the same guidance
+    branch."""
 
-    form: Any  # the form of the call's arguments, see `call_key`
+    form: Any  # shapes and other facts of the call's arguments, see `call_key`; other calls do not use what is kept
     step: int  # step of the branch's last call, computed or cached
-    first_BLC: Tensor = field(init=False)  # the change that the first block made to this rank's image tokens
-    # the change by the other blocks to each tensor that the last one returns; None where it returns None
-    rest: Sequence[Tensor | None] = ()
-    # outputs of the blocks between first and last, by number, as meta tensors
-    like: dict[int, Any] = field(default_factory=dict)
+    first_BLC: Tensor = field(init=False)  # the first block's change of this rank's image tokens, [B, L, channels]
+    rest: Sequence[Tensor | None] = ()  # the other blocks' change of each tensor that the last one returns, or None
+    like: dict[int, Any] = field(default_factory=dict)  # by number, meta tensors like the outputs of blocks between
 
 
 @dataclass
 class Call:
-    """A call of the model in progress."""
+    """A call of the model in progress, as the step cache sees it."""
 
-    key: Any  # key of this call's branch in the cache
+    key: Any  # key of what the cache keeps for this call: the ranks and the guidance branch
     ranks: SequenceRanks  # the ranks that share its sequence
-    own: Kept  # the results that it will leave
-    cached: Kept | None = None  # the results that replace the other blocks; None if they are computed
+    own: Kept  # what the cache will keep of this call if it is computed
+    cached: Kept | None = None  # kept results used in place of the blocks after the first; None: these are computed
     output: Any = None  # output of the first block
 
 
 @dataclass
 class CachedStep:
-    """The counts of one step."""
+    """The counts of one denoising step: calls of the model on this rank, and those for which the cache was used."""
 
     calls: int = 0  # calls of the model
-    cached: int = 0  # those that were cached
+    cached: int = 0  # calls in which the cache replaced all blocks but the first
 
     @classmethod
     def merged(cls, parts: Sequence[CachedStep]) -> dict[str, Any]:
-        """Return the fraction of all ranks' calls that were cached, as {"cached_fraction": fraction}."""
+        """Return the fraction of all ranks' calls in one step that used the cache, as {"cached_fraction": fraction}.
+
+        Args:
+            parts: the counts of each rank.
+        """
         return {"cached_fraction": sum(part.cached for part in parts) / sum(part.calls for part in parts)}
 
 
 class FirstBlockCache:
-    """The cache of one model. It lives as long as the engine; its contents last for one run."""
+    """The step cache of one model: if its first block changes tokens nearly as before, the other blocks are skipped.
+
+    The change that they made last is added again. The object lives as long as the engine; its contents last for one
+    run.
+    """
 
     def __init__(self, model: nn.Module, settings: Any) -> None:
-        """Read `step_cache_threshold` of the settings: the mean absolute change of what the first block adds, relative
-        to what it added before, up to which the other blocks are skipped. Raise UserError if the model's blocks are not
-        found."""
+        """Find the model's blocks. Raise UserError if there are fewer than two.
+
+        Args:
+            model: the transformer.
+            settings: a `Config`, of which `step_cache_threshold` is read. It is the mean absolute change of what the
+                first block adds, relative to what it added before, up to which the other blocks are skipped.
+        """
         self._threshold, self._name = settings.step_cache_threshold, type(model).__name__
         self._blocks = [block for name, block in called_often(model)[1:] if name.partition(".")[0] in BLOCK_LISTS]
         if len(self._blocks) < 2:
@@ -97,7 +108,7 @@ class FirstBlockCache:
         self._report: defaultdict[int, CachedStep] = defaultdict(CachedStep)
 
     def attach(self) -> Callable[[], None]:
-        """Put the cache around the blocks. Return a function that takes it off and frees its contents."""
+        """Put the cache around the model's blocks. Return a function that takes it off and frees its contents."""
         undo, (first, *between, last) = ExitStack(), self._blocks
         undo.callback(self._forget)
         undo.callback(replace_forward(first, self._compute_first))
@@ -107,14 +118,15 @@ class FirstBlockCache:
         return undo.close
 
     def begin_call(self, step_info: StepInfo, branch: int, ranks: SequenceRanks, arguments: Mapping[str, Any]) -> None:
-        """Prepare for a call of the model. A new run empties the cache; branches without a call in the last step are
-        dropped.
+        """Prepare for a call of the model. The engine calls this before each one.
+
+        A new run empties the cache. What is kept of branches that had no call in the last step is dropped.
 
         Args:
-            moment: run and step of the call
-            branch: guidance branch of the call
-            ranks: the ranks that share the call's sequence
-            arguments: the call's
+            step_info: run and step of the call.
+            branch: guidance branch of the call.
+            ranks: the ranks that share the call's sequence.
+            arguments: the call's arguments, by name.
         """
         if step_info.run != self._run:
             self._forget()
@@ -123,28 +135,40 @@ class FirstBlockCache:
         self._call = Call((ranks, branch), ranks, Kept(call_key(dict(arguments)), step))
 
     def bytes_held(self) -> int:
-        """Return the bytes that the cache keeps on this rank."""
+        """Return the bytes of the tensors that the cache keeps on this rank now."""
         return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
 
     def report(self) -> Mapping[int, StepNotes]:
-        """Return the counts of every step so far, by step."""
+        """Return the counts of every step so far, by index of the step."""
         return self._report
 
     def forget_report(self) -> None:
-        """Delete the counts of all steps."""
+        """Delete the counts of all steps, which `report` returns."""
         self._report.clear()
 
     def _forget(self) -> None:
-        """Empty the cache."""
+        """Delete all that the cache keeps, and the call in progress."""
         self._kept, self._call, self._run = {}, None, -1
 
     def _refusal(self, why: str) -> UserError:
+        """Return a UserError that says why the cache cannot be used with the model.
+
+        Args:
+            why: the reason, as it follows the model's name.
+        """
         return UserError(f"step_cache first_block: {self._name} {why}: choose step_cache none")
 
     # The blocks -------------------------------------------------------------------------------------------------------
 
     def _compute_first(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run the first block, count the call, and decide if the other blocks are skipped."""
+        """Run the first block in place of its forward, count the call, and decide with all ranks if the other blocks
+        are skipped.
+
+        Args:
+            forward: the block's own forward.
+            args: the block's arguments.
+            kwargs: its keyword arguments.
+        """
         output, call = forward(*args, **kwargs), self._call
         if call is None:
             return output
@@ -159,7 +183,15 @@ class FirstBlockCache:
         return output
 
     def _compute_between(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a block between the first and the last, or return tensors without values in its place."""
+        """Run a block between the first and the last. If it is skipped, return tensors of the right shapes, which the
+        last block does not read.
+
+        Args:
+            number: number of the block, from 0 for the second one.
+            forward: the block's own forward.
+            args: the block's arguments.
+            kwargs: its keyword arguments.
+        """
         call = self._call
         if call is not None and call.cached is not None:  # the last block does not read it
             nothing = call.cached.first_BLC.new_zeros(())
@@ -170,7 +202,14 @@ class FirstBlockCache:
         return output
 
     def _compute_last(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run the last block and keep the call's results, or return the first block's output plus the kept change."""
+        """Run the last block, and keep what the blocks changed. If it is skipped, return the first block's output plus
+        the kept change.
+
+        Args:
+            forward: the block's own forward.
+            args: the block's arguments.
+            kwargs: its keyword arguments.
+        """
         call, self._call = self._call, None
         if call is not None and call.cached is not None:
             rests = call.cached.rest
@@ -183,8 +222,13 @@ class FirstBlockCache:
         return output
 
     def _keep(self, call: Call, ended: Sequence[Tensor | None]) -> None:
-        """Keep the changes since the first block's output. Raise UserError if the last block's tensors do not match its
-        own."""
+        """Keep what the blocks after the first one have changed. Raise UserError if the last block's tensors do not
+        match the first one's.
+
+        Args:
+            call: the call, with the first block's output.
+            ended: the tensors that the last block has returned.
+        """
         begun = beginnings(call.output, len(ended))
         rest = [
             None if y is None or x.shape != y.shape else (y - x).detach() for x, y in zip(begun, ended, strict=False)
@@ -194,7 +238,14 @@ class FirstBlockCache:
         call.own.rest, self._kept[call.key] = rest, call.own
 
     def _image_of(self, output: Any) -> Tensor:
-        """Return the tokens that are denoised, from the first block's output. They alone decide, as in diffusers."""
+        """Return the tokens that are denoised, of those that the first block returns. They alone decide, as in
+        diffusers.
+
+        Raise UserError if the block returns several tensors, and diffusers does not tell which is the image.
+
+        Args:
+            output: what the first block returned.
+        """
         if isinstance(output, Tensor):
             return output
         if self._image is None:
@@ -204,7 +255,16 @@ class FirstBlockCache:
         return found
 
     def _changed(self, now_BLC: Tensor, before_BLC: Tensor, ranks: SequenceRanks) -> bool:
-        """Return True if the change over all ranks' tokens is too large, or not a number."""
+        """Return True if the first block's change differs too much from the kept one, summed over all ranks' tokens, or
+        is not a number.
+
+        All these ranks call it and get the same answer.
+
+        Args:
+            now_BLC: the change by the first block in this call.
+            before_BLC: its change in the call whose results are kept.
+            ranks: the ranks that share the sequence.
+        """
         sums = torch.stack([sum_of_sizes(now_BLC - before_BLC), sum_of_sizes(before_BLC)])[None]
         if ranks.size > 1:
             ranks.transport.arrive("the step cache's decision")
@@ -214,20 +274,28 @@ class FirstBlockCache:
 
 
 def sum_of_sizes(x: Tensor) -> Tensor:
-    """Return the sum of absolute values, in float64."""
+    """Return the sum of the absolute values of a tensor, a float64 tensor with one element."""
     return torch.linalg.vector_norm(x, 1, dtype=torch.float64)
 
 
 def beginnings(output: Any, count: int) -> Sequence[Tensor]:
-    """Return, for each of `count` tensors that the last block returns, its counterpart in the first block's `output`. A
-    counterpart is the same stream, or both streams in one tensor where the model joins them in between (FLUX.2)."""
+    """Return, for each tensor that a model's last block returns, its counterpart in the first block's output.
+
+    A counterpart is the same stream of tokens, or both streams (text and image) in one tensor where the model joins
+    them in between (FLUX.2).
+
+    Args:
+        output: what the first block returned: a tensor or several.
+        count: number of tensors that the last block returns.
+    """
     if isinstance(output, Tensor):
         return [output]
     return [torch.cat(list(output), dim=1)] if count == 1 else list(output)
 
 
 def place_of_image(block: nn.Module) -> int | None:
-    """Return the index of the image's tokens among a block's outputs. None if diffusers has no record of its class."""
+    """Return the index of the image's tokens among the tensors that a block returns; None if diffusers has no record of
+    its class."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
     try:

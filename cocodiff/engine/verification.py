@@ -38,10 +38,10 @@ Calls = Sequence[tuple[nn.Module, Sequence[Mapping[str, Any]]]]  # each model wi
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one setting on a number of ranks."""
+    """The result of running a model with one setting on a number of ranks."""
 
-    ranks: int
-    setting: str  # name of the setting in the table
+    ranks: int  # number of ranks
+    setting: str  # name of the setting in the table, such as "tapa, ring 2"
     outcome: str  # "exact", "wrong", "failed" or "refused"
     error: float | None = None  # largest absolute difference from one process; None if it did not run
     alike: bool | None = None  # True if all ranks have the same bits; None if it did not run
@@ -50,16 +50,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of all trials of one model. As text it is a table with a verdict."""
+    """The results of trying a model with all settings. As text it is a table with a verdict."""
 
     model: str  # class name of the transformer
     calls: int  # number of calls that were compared in each trial
     allowed: float  # largest absolute difference that rounding explains
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...]  # one for each setting and number of ranks
 
     @property
     def exit_code(self) -> int:
-        """0 if every setting that runs is exact, 1 if one is wrong or fails, 2 if none runs."""
+        """The command's exit code: 0 if every setting that runs is exact, 1 if one is wrong or fails, 2 if none
+        runs."""
         outcomes = {trial.outcome for trial in self.trials}
         return 1 if outcomes & {"wrong", "failed"} else 0 if "exact" in outcomes else 2
 
@@ -137,7 +138,7 @@ def verify(
 
 
 def exact_settings() -> dict[str, Config]:
-    """Return the exact presets, a ring of 2 and 2 chunks, by their names in the table."""
+    """Return the settings that are tried, by their names in the table: the exact presets, a ring of 2, and 2 chunks."""
     presets = {name: Config.preset(name) for name in preset_names()}
     exact = {name: config for name, config in presets.items() if config.exact}
     return exact | {"tapa, ring 2": exact["tapa"].with_(ring=2), "split, chunks 2": exact["split"].with_(chunks=2)}
@@ -146,12 +147,13 @@ def exact_settings() -> dict[str, Config]:
 def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, Any]) -> Calls:
     """Run a pipeline, and return each of its transformers with the arguments of its first CALLS calls.
 
-    The arguments of a call are a dictionary by their names, and copies. Raise UserError if the pipeline fails with its
+    The arguments of a call are copies, in a dictionary by their names. Raise UserError if the pipeline fails with its
     own arguments or does not call all its transformers.
 
     Args:
-        models: the pipeline's transformers.
-        arguments: the pipeline's arguments; two steps without decoding unless they say otherwise.
+        pipe: the pipeline.
+        models: its transformers.
+        arguments: the pipeline's arguments. It makes two steps without decoding unless they say otherwise.
     """
     signature = inspect.signature(models[0].forward)
     calls: list[list[dict[str, Any]]] = [[] for _ in models]
@@ -183,16 +185,23 @@ def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, 
 
 @dataclass(frozen=True)
 class Case:
-    """The calls that all settings are tried on."""
+    """The calls of a model that all settings are tried on, with their results in one process."""
 
-    calls: Calls
-    plan: Any
-    plain: Sequence[Tensor]  # the outputs of one process
+    calls: Calls  # each model with the arguments of its calls
+    plan: Any  # places where tokens are cut and gathered, see `parallelize`; None for the class's known plan
+    plain: Sequence[Tensor]  # the outputs of one process, of all calls one after the other
     allowed: float  # largest absolute difference that rounding explains
-    compile: bool  # see `verify`
+    compile: bool  # True to compile graphs in the compiled trials; False to only trace them
 
     def trial(self, ranks: int, setting: str, config: Config) -> Trial:
-        """Run the calls with a setting on a number of ranks, and compare them with one process."""
+        """Run the calls with a setting on a number of ranks, threads of this process, and return how they compare with
+        one process.
+
+        Args:
+            ranks: number of ranks.
+            setting: name of the setting in the table.
+            config: the settings.
+        """
 
         def work(transport: Transport) -> tuple[list[Tensor], str]:
             found, accounts = list[Tensor](), list[str]()
@@ -225,7 +234,8 @@ class Case:
 
 
 def _account(engine: Engine) -> str:
-    """Return in words what was compiled or cached, or "" if the settings ask for neither."""
+    """Return a summary, in words, of what an engine compiled or how much its step cache skipped; "" if the settings ask
+    for neither."""
     if engine.compiler is not None:
         return engine.compiled or "nothing was compiled"
     if engine.config.step_cache == "none":
@@ -234,17 +244,24 @@ def _account(engine: Engine) -> str:
 
 
 def twin(model: nn.Module) -> Any:
-    """Return a copy of a model with new modules and the same weight tensors."""
+    """Return a copy of a model with new modules and the same weight tensors, so that each rank can have hooks of its
+    own."""
     return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
 def _outputs(calls: Calls) -> list[Tensor]:
-    """Return all tensors that the models return for their calls."""
+    """Return all tensors that models return for their calls, one after the other. Arguments are copied first."""
     return [x for model, of_model in calls for call in of_model for x in tensors_in(model(**copy.deepcopy(call)))]
 
 
 def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """Return the largest absolute difference. Infinite if shapes differ or a value is not a number."""
+    """Return the largest absolute difference between two lists of tensors; infinite if shapes differ or a value is not
+    a number.
+
+    Args:
+        one: some tensors.
+        other: the tensors to compare them with, in the same order.
+    """
     if [x.shape for x in one] != [x.shape for x in other]:
         return float("inf")
     found = max(float((x.double() - y.double()).abs().max()) for x, y in zip(one, other, strict=True))
@@ -252,7 +269,16 @@ def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def in_opposite_order(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:
-    """Return torch's attention computed with the keys in reverse order: equal but for rounding."""
+    """Return torch's attention computed with the keys in reverse order. It differs from the usual one by rounding only.
+
+    Causal attention is computed in the usual order.
+
+    Args:
+        query: queries, as for `scaled_dot_product_attention`.
+        key: keys.
+        value: values.
+        call: further arguments of `scaled_dot_product_attention`.
+    """
     if call.get("is_causal"):
         return scaled_dot_product_attention(query, key, value, **call)
     mask = call.get("attn_mask")

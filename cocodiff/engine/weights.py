@@ -30,22 +30,24 @@ from cocodiff.models.checks import called_often, replace_forward
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes
 
-AT = "the exchange of shared weights"  # the name of all calls that ranks make for shared weights
+AT = "the exchange of shared weights"  # name, in errors, of all calls that ranks make for shared weights
 ALIGNED = 64  # bytes to a multiple of which each parameter's start is aligned
 GIVING_BACK_S = 10.0  # seconds that a rank which leaves with an error waits for another rank's part of a block
 PAUSE_S = 0.05  # seconds between two attempts of a wait that an error ends
 SET_DATA = vars(Tensor.__base__)["data"].__set__
 OF_PARAMETERS = WITHOUT_VALUES | functions_named("requires_grad_", "_has_compatible_shallow_copy_type")
-Split = tuple[str, int | None]  # "card" or "node", and a number of blocks (None: all)
+Split = tuple[str, int | None]  # "card" or "node", whose ranks share a block; number of such blocks (None: all)
 Place = tuple[int, int, torch.device]  # number of ranks that share a block, index of this one, its device
 
 
 class AbsentParameter(nn.Parameter):
-    """A parameter of which this rank keeps only a part. Its shape, dtype and device can be read at once. Any other use
-    of it, or of a tensor that shares its memory, first calls `fetch`. That makes it an ordinary parameter with values
-    again, or raises UserError."""
+    """A parameter of which this rank keeps only a part of the bytes, while its block does not compute.
 
-    fetch: Callable[[], None]  # makes its block whole again
+    Its shape, dtype and device can be read at once. Any other use of it, or of a tensor that shares its memory, first
+    calls `fetch`. That makes it an ordinary parameter with values again, or raises UserError.
+    """
+
+    fetch: Callable[[], None]  # gathers the parameters of its block from the ranks that share it
 
     @classmethod
     def __torch_function__(
@@ -66,35 +68,47 @@ class AbsentParameter(nn.Parameter):
 
 
 class SplitBlock:
-    """A block whose parameters are split: this rank keeps a part of their bytes."""
+    """A block of a model whose parameters are split among ranks: this rank keeps a part of their bytes."""
 
     own: Tensor  # the bytes of this rank's part, once the block was split
-    part: int  # the number of these bytes, the same on every rank
-    whole: bool  # True while all parameters have their values
+    part: int  # number of bytes of a rank's part, the same on every rank
+    whole: bool  # True if the parameters have memory of their own, before splitting and after they were given back
 
     def __init__(
         self, name: str, module: nn.Module, parameters: Sequence[nn.Parameter], place: Place, fetch: Callable[..., None]
     ) -> None:
-        """Take the parameters over, and leave them whole. fetch: makes this block whole again."""
+        """Take the parameters over, without changing them yet.
+
+        Args:
+            name: name of the block's module.
+            module: the block.
+            parameters: those of its parameters that no other block has taken.
+            place: number of ranks that share the block, index of this one, and its device.
+            fetch: called with this block when an absent parameter is used; gives the parameters their values.
+        """
         self.name, self.module, self.parameters, self.whole = name, module, parameters, True
         self._place, self._fetch, self._facts = place, fetch, ""
         self._kinds = [type(parameter) for parameter in parameters]
 
     @property
     def facts(self) -> str:
-        """The forms and digests of the parameters, see `facts_of`. Absent parameters have those of their values when
-        split."""
+        """The forms and digests of the parameters as text, see `facts_of`. Absent ones have those of their values when
+        they were split."""
         return facts_of(("", parameter) for parameter in self.parameters) if self.whole else self._facts
 
     def check(self) -> None:
-        """Raise UserError for parameters that cannot be split."""
+        """Raise UserError if a parameter cannot be split: it is not contiguous, or of a tensor class of its own, as
+        quantised ones are."""
         for parameter in self.parameters if self.whole else ():
             if type(parameter.data) is not Tensor or not parameter.is_contiguous():
                 kind = type(parameter.data).__name__
                 raise UserError(f"weights of {self.name}: a {kind} cannot be split: choose weights whole")
 
     def split(self) -> None:
-        """Copy this rank's part of the parameters, and free their memory. The block cannot compute until `fill`."""
+        """Copy this rank's part of the parameters' bytes, and free the parameters' memory.
+
+        The block can compute again once `fill` has given the parameters tensors with all bytes.
+        """
         ranks, index, device = self._place
         self._facts = self.facts
         self._cells: list[tuple[int, int, torch.dtype, torch.Size]] = []
@@ -114,18 +128,23 @@ class SplitBlock:
         self.clear()
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
-        """Return views of a buffer of bytes, one for each parameter."""
+        """Return views of a buffer with the bytes of all ranks' parts, one for each parameter, of its dtype and
+        shape."""
         return [buffer[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in self._cells]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Give the parameters these tensors as values, and their original classes."""
+        """Give each parameter a tensor as its value, and its original class again.
+
+        Args:
+            tensors: a tensor of the parameter's dtype and shape for each.
+        """
         for parameter, kind, tensor in zip(self.parameters, self._kinds, tensors, strict=True):
             parameter.__class__ = kind
             vars(parameter).pop("fetch", None)
             parameter.data = tensor
 
     def clear(self) -> None:
-        """Make the parameters absent: without values, fetched at their next use."""
+        """Make the parameters absent: without values, to be fetched at their next use."""
         self.fill(self._nothing)
         self.whole = False
         for parameter in self.parameters:
@@ -134,7 +153,7 @@ class SplitBlock:
 
 
 class SplitWeights:
-    """The weights of a model's blocks, some of them split among the ranks of this rank's card or node."""
+    """The weights of a model's blocks, of which some are split among the ranks of this rank's card or node."""
 
     def __init__(
         self, model: nn.Module, topology: Topology, transport: Transport, split: Split, for_good: bool = False
@@ -142,8 +161,12 @@ class SplitWeights:
         """Split the blocks. All ranks call it.
 
         Args:
-            split: the ranks that share a block, and the number of blocks that are split, evenly spread
-            for_good: keep them split when an engine is left
+            model: the transformer.
+            topology: the ranks among which this one may share blocks.
+            transport: their connections.
+            split: "card" or "node", whose ranks share a block; and the number of blocks that are split, evenly spread
+                (None: all).
+            for_good: True to keep them split when an engine is left.
         """
         self._name, self._lost = type(model).__name__, ""  # lost: in words, why parameters were not made whole again
         self._ranks = sharing(topology, split[0], transport.rank)
@@ -167,7 +190,11 @@ class SplitWeights:
 
     @torch.inference_mode(False)  # these tensors serve calls in that mode and outside of it
     def _split(self) -> None:
-        """Split the blocks that are whole: all at first, later those that were read or changed. All ranks call it."""
+        """Split the blocks whose parameters are whole: all at first, later those that were read or changed. All ranks
+        call it.
+
+        It also allocates the two buffers in which blocks compute.
+        """
         self._under_way.clear()
         for block in self._blocks:
             block.check()
@@ -179,8 +206,11 @@ class SplitWeights:
         self._all_are_split = True
 
     def attach(self, trace: Trace) -> Callable[[], object]:
-        """Have each block's weights fetched when it computes. Return a function that undoes this; weights stay
-        split."""
+        """Have each block's weights gathered when it computes. Return a function that undoes this; weights stay split.
+
+        Args:
+            trace: takes the times and bytes.
+        """
         self._trace = trace
         undo = ExitStack()
         for number, block in enumerate(self._blocks):
@@ -188,9 +218,12 @@ class SplitWeights:
         return undo.close
 
     def end(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        """Make the weights whole again, unless they are split for good. All ranks call it, also those that leave with
-        an error. If a rank does not send its part, a note is added to the error, and every later use of the parameters
-        raises UserError."""
+        """Give every rank the whole weights back, unless they are split for good. All ranks call it, also those that
+        leave with an error.
+
+        It is called when the engine's `with` block is left, with the arguments of `__exit__`. If a rank does not send
+        its part, a note is added to the error, and every later use of the parameters raises UserError.
+        """
         for _, arriving in self._under_way.values() if error is None else ():  # after an error they may never arrive
             arriving.wait()
         self._under_way.clear()
@@ -207,8 +240,11 @@ class SplitWeights:
                 raise
 
     def _fetch(self, block: SplitBlock) -> None:
-        """Make a block whole until the model's next call, because a parameter was read or changed. All ranks call it.
-        Raise UserError if ranks do so for different blocks, or if a part was lost."""
+        """Make a block whole until the model's next call, because a parameter was read or changed outside of its
+        computation.
+
+        All ranks call it. Raise UserError if ranks do so for different blocks, or if a part was lost.
+        """
         if self._lost:
             raise UserError(self._lost)
         check_agreement({"use of the shared weights": block.name}, self._sharing, AT)
@@ -216,7 +252,14 @@ class SplitWeights:
         self._all_are_split = False
 
     def _make_whole(self, block: SplitBlock, group: Group, lane: str) -> None:
-        """Gather a block's parts from all ranks into new memory, and give it to the parameters if they are absent."""
+        """Gather a block's parts from all ranks into new memory. Give it to the parameters unless they have memory of
+        their own already.
+
+        Args:
+            block: the block.
+            group: the communicator.
+            lane: name of the background thread that gathers.
+        """
         with torch.inference_mode(False):
             buffer = block.own.new_empty(len(self._ranks) * block.part)
             tensors = block.tensors_in(buffer)
@@ -226,8 +269,15 @@ class SplitWeights:
             block.whole = True
 
     def _wait(self, group: Group, wait: Callable[[], None]) -> None:
-        """Wait for the messages in a group. In the last group a rank that has failed still sends its part, so an error
-        ends the wait only after GIVING_BACK_S."""
+        """Wait for messages in a communicator.
+
+        In the one that gives weights back, a rank that has failed still sends its part. There an error ends the wait
+        only after GIVING_BACK_S.
+
+        Args:
+            group: the communicator.
+            wait: waits for the messages; called again after an error.
+        """
         deadline = inf if group is self._last_group else 0.0
         while True:
             try:
@@ -239,7 +289,14 @@ class SplitWeights:
                 time.sleep(PAUSE_S)
 
     def _compute(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block with its weights, while the next one's arrive."""
+        """Run a block with its weights, in place of its forward, while the weights of the next block arrive.
+
+        Args:
+            number: index of the block among those that are split.
+            forward: the block's own forward.
+            args: the block's arguments.
+            kwargs: its keyword arguments.
+        """
         if not self._all_are_split:
             self._split()
         buffer = self._here(number)
@@ -251,8 +308,13 @@ class SplitWeights:
             self._blocks[number].clear()
 
     def _here(self, number: int) -> int:
-        """Wait for a block's weights, and return the number of the buffer that holds them. If the model skips blocks,
-        the expected block's weights keep arriving as long as their buffer is not needed."""
+        """Wait for a block's weights, and return the index (0 or 1) of the buffer that holds them.
+
+        If the model skips blocks, the expected block's weights keep arriving as long as their buffer is not needed.
+
+        Args:
+            number: index of the block among those that are split.
+        """
         buffer = next((buffer for buffer, (block, _) in self._under_way.items() if block == number), None)
         if buffer is None:
             buffer = 1 - next(iter(self._under_way), 1)
@@ -264,7 +326,11 @@ class SplitWeights:
     def _start(self, number: int, buffer: int) -> None:
         """Begin to gather a block's weights in a buffer, unless they are arriving there already.
 
-        The lane keeps the order: weights of another block that are arriving there are complete first.
+        The background thread works in order: weights of another block that are arriving there are complete first.
+
+        Args:
+            number: index of the block among those that are split.
+            buffer: index of the buffer, 0 or 1.
         """
         if self._under_way.get(buffer, (None,))[0] == number:
             return
@@ -274,7 +340,13 @@ class SplitWeights:
         self._under_way[buffer] = number, arriving
 
     def _gather(self, group: Group, own: Tensor, whole: Tensor) -> None:
-        """Gather all ranks' parts in `whole`. It runs in a lane."""
+        """Gather all ranks' parts of a block in one buffer. A background thread runs it.
+
+        Args:
+            group: the communicator.
+            own: the bytes of this rank's part.
+            whole: the buffer for all ranks' parts.
+        """
         CALL.set(AT)  # since ranks that end with an error are in different calls
         parts = whole.view(len(self._ranks), len(own))
         parts[self._index].copy_(own)
@@ -292,20 +364,30 @@ def split_for_good(
 ) -> dict[nn.Module, SplitWeights]:
     """Split models' weights before they are moved to the device, so that no rank needs memory for all of them.
 
-    Return them by model, for every `Engine` on these ranks. All ranks call it.
+    Return a `SplitWeights` for each model, for every `Engine` on these ranks. All ranks call it.
 
     Args:
-        split: see `SplitWeights`
-        parts: see `part_of`
+        models: the transformers, in the host's memory.
+        topology: all ranks.
+        transport: their connections.
+        split: "card" or "node", whose ranks share a block; and the number of blocks that are split (None: all).
+        parts: number of parts of the ranks that compute a guidance branch each, see `part_of`.
     """
     among = part_of(topology, transport, parts)
     return {model: SplitWeights(model, *among, split, for_good=True) for model in models}
 
 
 def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topology, Transport]:
-    """Return topology and transport of the ranks among which this one may share blocks. If `parts` parts of the ranks
-    compute a guidance branch each, that is this rank's part: the others call the model at other times, and not as
-    often."""
+    """Return topology and transport of the ranks among which this rank may share blocks of weights.
+
+    If parts of the ranks compute a guidance branch each, these are the ranks of its own part: the others call the model
+    at other times, and not as often.
+
+    Args:
+        topology: all ranks.
+        transport: their connections.
+        parts: number of such parts; 1 for none.
+    """
     if parts == 1:
         return topology, transport
     ranks = Axes.build(topology, guidance=parts).branch(transport.rank)
@@ -313,15 +395,27 @@ def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topol
 
 
 def split_blocks(count: int, layers: int | None) -> list[int]:
-    """Return the indices of `layers` blocks out of `count` to split (None: all). They are evenly spread, so that each
-    one's weights have the time of some others to arrive in. The first block is left out unless all are split, since a
-    step cache computes it alone."""
+    """Return the indices of the blocks whose weights are split, evenly spread, so that each one's have time to arrive
+    in.
+
+    The first block is left out unless all are split, since a step cache computes it alone.
+
+    Args:
+        count: number of blocks of the model.
+        layers: number of blocks to split; None for all.
+    """
     if layers is None or layers >= count:
         return list(range(count))
     return [1 + (2 * number + 1) * (count - 1) // (2 * layers) for number in range(layers)]
 
 
 def sharing(topology: Topology, among: str, rank: int) -> list[int]:
-    """Return the ranks of this rank's card or node, which share its blocks."""
+    """Return the ranks of a rank's card or node, which share the weights of its blocks.
+
+    Args:
+        topology: the ranks.
+        among: "card" or "node".
+        rank: the rank.
+    """
     place = topology.places[rank]
     return [one.rank for one in topology.places if getattr(one, among) == getattr(place, among)]

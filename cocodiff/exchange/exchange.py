@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 
 class Exchange(RankContext):
-    """The part of one rank in an exchange among the ranks of a topology."""
+    """The part of one rank in an exchange among the ranks of a topology: its routes, background threads and
+    communicators.
+
+    All attention calls share it. Each sends its tensors by a `Transfer`.
+    """
 
     def __init__(
         self,
@@ -36,13 +40,16 @@ class Exchange(RankContext):
         chunking: Chunking | None = None,
         together: bool | None = None,
     ) -> None:
-        """Make plans, groups and lanes. All ranks of the context's transport have to do so together.
+        """Plan the routes, and open communicators and background threads. All ranks of the context's transport do so
+        together.
 
         Args:
-            name: a name in the table `EXCHANGES`, or "auto" to choose by `table` for each size.
+            name: a name in the table `EXCHANGES` ("flat", "tapa", "split"), or "auto" to choose by `table` for each
+                size.
+            context: this rank among the ranks of the exchange.
             table: the exchange by size, for "auto".
             nic_balance: True to spread split's messages between nodes over the NICs.
-            chunking: the stages in which tensors may also be sent; None for none.
+            chunking: the number of stages in which tensors may also be sent, and from which size; None for none.
             together: see `Transport.group`. It is off with stages, because ranks post their messages in different
                 orders.
         """
@@ -75,17 +82,25 @@ class Exchange(RankContext):
             self.staged = StagedExchange(self, self.plans, self.name_of, self.groups, transport, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
-        """Return the name of the exchange that blocks take: "flat", "tapa" or "split".
+        """Return the name of the exchange that some blocks take: "flat", "tapa" or "split".
 
-        With the setting "auto" it is the table's choice for their size, in mean MB per rank. Else it is the one that is
-        set.
+        It is the setting or, with "auto", the choice of a table by the mean MB per rank of the blocks' tensors.
+
+        Args:
+            blocks: blocks that this rank holds, which show the size of the tensors.
         """
         if self._table is None:
             return self._name
         return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))
 
     def submit(self, outgoing: Outgoing) -> LaneFuture[Target]:
-        """Start sending tensors: lanes encode, pack and send them, and put received blocks in place."""
+        """Start sending tensors. Return the future of the tensors that this rank receives in exchange, as a `Target`.
+
+        Background threads encode, pack and send, and put received blocks in place.
+
+        Args:
+            outgoing: the tensors to send.
+        """
         if not self._in_phases:
             return self._on_lane("plane", self._all_phases, outgoing)
         before = outgoing.blocks
@@ -95,15 +110,26 @@ class Exchange(RankContext):
         return self._on_lane(last.lane, partial(self.last_phase, last, before), outgoing)
 
     def _on_lane(self, name: str, job: Callable[[Outgoing], T], outgoing: Outgoing) -> LaneFuture[T]:
-        """Submit a job to a lane."""
+        """Submit a job to a lane, a background thread, and return the future of its result. After a failed job it
+        raises that one's error.
+
+        Args:
+            name: name of the lane, "sibling" or "plane".
+            job: called with `outgoing`.
+            outgoing: the tensors to send.
+        """
         return self.lanes[name].submit(partial(self._run_in_order, job), outgoing)
 
     def _run_in_order(self, job: Callable[[Outgoing], T], outgoing: Outgoing) -> T:
-        """Run a job, or raise the error of an earlier one that failed.
+        """Run a job, or raise the error of an earlier job that failed.
 
         Peers match messages in the order in which they are posted. The next job's messages would be matched with those
-        that the failed job left out, and a library may end the process where sizes differ. The lost rank is named
-        where the result is waited for.
+        that the failed job left out, and a library may end the process where sizes differ. The lost rank is named where
+        the result is waited for.
+
+        Args:
+            job: called with `outgoing`.
+            outgoing: the tensors to send.
         """
         if self._failed is not None:
             raise self._failed
@@ -116,9 +142,14 @@ class Exchange(RankContext):
             raise
 
     def _all_phases(self, outgoing: Outgoing) -> Target:
-        """Run all phases of the plan for this size on one lane. Return the filled target.
+        """Send and receive all blocks of some tensors on the calling thread, a background one. Return the received
+        tensors.
 
-        TAPA's phases run one after the other, because each packs all its messages in one launch. Others run together.
+        The exchange is chosen by the tensors' size. TAPA's phases run one after the other, because each packs all its
+        messages in one launch. Those of other exchanges run together.
+
+        Args:
+            outgoing: the tensors to send.
         """
         blocks = outgoing.blocks()
         name = self.name_of(blocks)
@@ -134,36 +165,58 @@ class Exchange(RankContext):
             return target
 
     def phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> BlockSet:
-        """Run one phase on its own lane. Return the blocks that the rank then holds.
+        """Run one phase of TAPA on the calling thread, a background one. Return the blocks that this rank then holds.
 
         Args:
+            phase: what this rank sends and receives.
             before: waits for the blocks that the phase begins with, and returns them.
+            outgoing: the tensors to send.
         """
         blocks = before()
         self._run_phase(phase, outgoing, blocks)
         return blocks
 
     def last_phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> Target:
-        """Run a phase like `phase`, put the blocks in place, and return the filled target."""
+        """Run the last phase of TAPA like `phase`. Copy the blocks into the tensors that this rank receives, and return
+        these.
+
+        Args:
+            phase: what this rank sends and receives.
+            before: waits for the blocks that the phase begins with, and returns them.
+            outgoing: the tensors to send.
+        """
         return outgoing.placed(self.phase(phase, before, outgoing))
 
     def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
-        """Run one phase if this rank takes part in it."""
+        """Send and receive the messages of one phase, and add received blocks to `blocks`. Do nothing if this rank has
+        no part in it.
+
+        Args:
+            phase: what this rank sends and receives.
+            outgoing: the tensors to send, for the trace.
+            blocks: the blocks that this rank holds.
+        """
         if self._takes_part(phase):
             apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
             with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
                 run_phase(self, phase, blocks, self.groups[phase.lane])
 
     def _takes_part(self, phase: Phase) -> bool:
-        """Return True if this rank has messages in a phase, or the group makes one call in which all its ranks take
-        part."""
+        """Return True if this rank has messages in a phase, or if the phase is one call of the library that all ranks
+        of the group make."""
         group = self.groups[phase.lane]
         return bool(phase.sends or phase.receives or (group.at_once and len(group.ranks) > 1))
 
     def _set_apart(self, outgoing: Outgoing, phases: Sequence[Phase], blocks: BlockSet) -> int:
-        """Count the bytes that this rank sends in some phases a second time in the trace, for the outgoing's purpose.
+        """Count in the trace, for a purpose besides attention, the bytes that this rank sends in some phases. Return
+        their sum.
 
-        Such a purpose is "late", of tensors that no call waits for. Return the sum of the bytes; 0 without a purpose.
+        Return 0 if the tensors have no such purpose. One is "late", for tensors that no call waits for.
+
+        Args:
+            outgoing: the tensors to send, with their purpose.
+            phases: what this rank sends and receives.
+            blocks: the blocks that this rank holds.
         """
         if outgoing.purpose is None:
             return 0

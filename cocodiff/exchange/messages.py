@@ -24,21 +24,24 @@ from cocodiff.topology.routes.plans import Block, Phase, Plan
 
 Groups = Mapping[str, Group]  # by the link group ("sibling", "plane") that a phase names
 SentMessages = tuple[Sequence[int], Pending]  # the ranks that messages go to, and the messages
-Payload = Tensor | Rows  # [B, L, H, W], or chosen rows of such a tensor
+Payload = Tensor | Rows  # what is sent in a tensor's place: [B, L, H, W], or chosen rows of such a tensor
 Blocks = Mapping[Block, Sequence[Payload]]  # payloads of each block that are sent together, [B, rows, heads, W]
 
 
 class BlockSet:
-    """The blocks that a rank holds during an exchange, and their sizes in messages."""
+    """The blocks that a rank holds during an exchange, with the sizes of messages made of them.
+
+    A block is the rows of one rank for the heads of another.
+    """
 
     def __init__(self, blocks: Blocks, layout: Layout, whole: tuple[Layout, int]) -> None:
         """Hold some blocks.
 
         Args:
-            blocks: for each block, one payload for each tensor that is sent together.
+            blocks: for each block one payload [B, rows, heads, W] for each tensor that is sent together.
             layout: rows and heads of every rank in the payloads.
-            whole: the layout of the tensors before encoding, and the bytes of one of their tokens and heads, all
-                tensors together.
+            whole: the layout of the tensors before encoding, and the bytes of one token for one head in all of them
+                together.
         """
         self.blocks, self.layout, self.whole = dict(blocks), layout, whole
         some = next(iter(blocks.values()))
@@ -47,62 +50,77 @@ class BlockSet:
         self._itemsize = self.like.new_empty(0).element_size()
 
     def contained_tensors(self) -> list[Payload]:
-        """Return all payloads."""
+        """Return all payloads. `used_on_current_stream` asks for them, to tell the allocator which streams use their
+        memory."""
         return [payload for payloads in self.blocks.values() for payload in payloads]
 
     @property
     def cell_bytes(self) -> int:
-        """The bytes of one token and head of the payloads, all tensors together."""
+        """The bytes of one token for one head in the payloads, over the batch and all tensors that are sent
+        together."""
         return self._batch * self._width * self._itemsize
 
     def numel(self, message: Sequence[Block]) -> int:
-        """Return the number of elements of a message."""
+        """Return the number of elements of a message, given the blocks in it."""
         rows, heads = self.layout.rows, self.layout.heads
         return sum([rows[block.rows] * heads[block.heads] for block in message]) * self._batch * self._width
 
     def bytes(self, message: Sequence[Block]) -> int:
-        """Return the bytes of a message."""
+        """Return the number of bytes of a message, given the blocks in it."""
         return self.numel(message) * self._itemsize
 
     def whole_bytes(self, message: Sequence[Block]) -> int:
-        """Return the bytes that a message would have without encoding."""
+        """Return the number of bytes that a message would have if tensors were sent as they are."""
         layout, cell = self.whole
         return cell * sum([layout.rows[block.rows] * layout.heads[block.heads] for block in message])
 
     def buffer(self, message: Sequence[Block]) -> Tensor:
-        """Allocate a flat buffer for one message."""
+        """Allocate a flat buffer for one message, given the blocks in it."""
         return self.like.new_empty(self.numel(message))
 
     def buffers(self, messages: Iterable[Sequence[Block]]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Allocate one flat buffer for several messages. Return it, and the part of each message."""
+        """Allocate one flat buffer for several messages. Return the buffer, and its part for each message.
+
+        Args:
+            messages: the blocks of each message.
+        """
         sizes = [self.numel(message) for message in messages]
         whole = self.like.new_empty(sum(sizes))
         return whole, whole.split_with_sizes(sizes)
 
     def views(self, message: Sequence[Block], buffer: Tensor) -> dict[Block, list[Payload]]:
-        """Return the blocks of a message as views of its flat buffer."""
+        """Return the blocks of a message as views of its flat buffer: for each block a list with one view for each
+        tensor.
+
+        Args:
+            message: the blocks, in the order in which they lie in the buffer.
+            buffer: the buffer.
+        """
         B, rows, heads = self._batch, self.layout.rows, self.layout.heads
         parts = iter(views(buffer, [(B, rows[b.rows], heads[b.heads], W) for b in message for W in self.widths]))
         return {block: [next(parts) for _ in self.widths] for block in message}
 
 
 class Target:
-    """The tensors that an exchange fills."""
+    """The tensors that this rank receives in an exchange, with the place of every block in them."""
 
     def __init__(self, tensors: Sequence[Tensor], places: Mapping[Block, Sequence[Tensor]], kernels: Kernels) -> None:
         """Describe where blocks belong.
 
         Args:
-            places: for every block that belongs here, its place in each of `tensors`.
+            tensors: the tensors to fill.
+            places: for every block that belongs here, its place in each of `tensors`, as a view.
+            kernels: the operations, of which `unpack` is used.
         """
         self.tensors, self._places, self._kernels = tensors, places, kernels
 
     def contained_tensors(self) -> Sequence[Tensor]:
-        """Return the tensors."""
+        """Return the tensors. `used_on_current_stream` asks for them, to tell the allocator which streams use their
+        memory."""
         return self.tensors
 
     def place(self, blocks: Blocks) -> None:
-        """Copy those blocks that belong here to their places, in one launch."""
+        """Copy those of the given blocks that belong here to their places, in one launch."""
         here = [block for block in blocks if block in self._places]
         if here:
             parts = [part for block in here for part in blocks[block]]
@@ -110,10 +128,13 @@ class Target:
 
 
 def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> Sequence[Tensor]:
-    """Return the blocks of a tensor, cut along `dim` into these sizes.
+    """Return the parts of a tensor, cut along its rows or its heads.
 
     Args:
-        in_turn: True if blocks were encoded separately. They then lie one after the other in memory, regardless of the
+        x_BTHW: the tensor.
+        sizes: number of rows or heads of each part.
+        dim: 1 to cut along rows, 2 along heads.
+        in_turn: True if parts were encoded separately. They then lie one after the other in memory, regardless of the
             tensor's strides.
     """
     if not in_turn:
@@ -123,7 +144,13 @@ def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> 
 
 
 def pack(kernels: Kernels, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:
-    """Copy all messages to their buffers in one launch."""
+    """Copy the payloads of all messages to their flat buffers, in one launch.
+
+    Args:
+        kernels: the operations.
+        messages: the payloads of each message.
+        buffers: the buffer of each message.
+    """
     if any(isinstance(piece, Rows) for message in messages for piece in message):
         kernels.gather_pack(messages, buffers)
     elif messages:
@@ -131,7 +158,14 @@ def pack(kernels: Kernels, messages: Sequence[Sequence[Payload]], buffers: Seque
 
 
 def run_phase(here: RankContext, phase: Phase, held: BlockSet, group: Group) -> None:
-    """Send and receive all messages of a phase at once, wait for them, and add the received blocks to `held`."""
+    """Send and receive all messages of one phase at once, wait for them, and add the received blocks to `held`.
+
+    Args:
+        here: this rank.
+        phase: what it sends and receives.
+        held: the blocks that it holds.
+        group: the communicator of the phase.
+    """
     received, receives = held.buffers(phase.receives.values())
     _, sends = held.buffers(phase.sends.values())
     pieces = [[part for b in message for part in held.blocks[b]] for message in phase.sends.values()]
@@ -147,7 +181,17 @@ def run_phase(here: RankContext, phase: Phase, held: BlockSet, group: Group) -> 
 
 
 def run_pipelined(here: RankContext, plan: Plan, held: BlockSet, groups: Groups, target: Target) -> None:
-    """Send and receive all messages of a plan. Blocks that are already here are put in place meanwhile."""
+    """Send and receive all messages of an exchange, and put the blocks for this rank in place. Return when all is done.
+
+    Blocks that are here already are put in place while messages are on their way.
+
+    Args:
+        here: this rank.
+        plan: what it sends and receives, phase by phase.
+        held: the blocks that it holds at first.
+        groups: the communicators, by the lane that a phase names.
+        target: the tensors to fill.
+    """
     flight = InFlight(here, held)
     flight.post_receives(plan, groups)
     sending = flight.send(plan, groups)
@@ -158,7 +202,7 @@ def run_pipelined(here: RankContext, plan: Plan, held: BlockSet, groups: Groups,
 
 
 class PendingReceive:
-    """A message that is to be received."""
+    """A message that this rank will receive, with its buffer."""
 
     def __init__(self, message: tuple[Block, ...], buffer: Tensor) -> None:
         self.message, self.buffer = message, buffer
@@ -166,7 +210,7 @@ class PendingReceive:
         self._opened = False
 
     def open(self, held: BlockSet) -> None:
-        """Wait for the message and add its blocks to those held. A second call does nothing."""
+        """Wait for the message and add its blocks to `held`. Further calls do nothing."""
         if not self._opened:
             assert self.pending is not None, "a message is sent on before it was asked for"
             self.pending.wait()
@@ -175,7 +219,7 @@ class PendingReceive:
 
 
 class InFlight:
-    """The messages of one plan while they are sent and received."""
+    """The messages of one exchange, or of one stage of it, while a rank sends and receives them."""
 
     def __init__(self, here: RankContext, held: BlockSet) -> None:
         self._here, self._held = here, BlockSet(held.blocks, held.layout, held.whole)
@@ -183,12 +227,21 @@ class InFlight:
         self._bringing: dict[Block, PendingReceive] = {}
 
     def contained_tensors(self) -> list[Tensor]:
-        """Return the receive buffers. The blocks to send belong to the `BlockSet` that this was made from."""
+        """Return the receive buffers. `used_on_current_stream` asks for them, to tell the allocator which streams use
+        their memory.
+
+        The blocks to send belong to the `BlockSet` that this was made from.
+        """
         return [receive.buffer for receives in self._phases for receive in receives.values()]
 
     def post_receives(self, plan: Plan, groups: Groups) -> None:
-        """Allocate buffers for all messages of the plan. If the backend can receive ahead, post each receive
-        separately."""
+        """Allocate buffers for all messages that a plan receives. If the backend can receive ahead, post each receive
+        by itself.
+
+        Args:
+            plan: what this rank sends and receives, phase by phase.
+            groups: the communicators, by the lane that a phase names.
+        """
         for phase in plan:
             receives = {p: PendingReceive(message, self._held.buffer(message)) for p, message in phase.receives.items()}
             self._phases.append(receives)
@@ -198,13 +251,17 @@ class InFlight:
                 receive.pending = group.send_recv([], [(receive.buffer, group.ranks.index(peer))])
 
     def send(self, plan: Plan, groups: Groups, first: int = 0) -> list[SentMessages]:
-        """Send every message as soon as it can be packed.
+        """Send every message of a plan as soon as it can be packed. Return the pending sends, each with the ranks that
+        they go to.
 
-        If receives cannot be posted ahead, each phase is one launch and one call. Such backends match both lists of a
-        call.
+        A message with blocks from another rank waits until these have arrived. If the backend cannot receive ahead,
+        each phase is one launch and one call, which also posts the phase's receives. Such backends match both lists of
+        a call.
 
         Args:
-            first: index of this plan's first phase among those given to `post_receives`.
+            plan: what this rank sends and receives, phase by phase.
+            groups: the communicators, by the lane that a phase names.
+            first: index of this plan's first phase among all phases given to `post_receives`.
         """
         sending: list[SentMessages] = []
         for phase, receives in zip(plan, self._phases[first:], strict=False):
@@ -225,7 +282,8 @@ class InFlight:
         return sending
 
     def land(self, target: Target) -> None:
-        """Wait for every message, put its blocks in place (those of one call together), and free its memory."""
+        """Wait for every message, and copy its blocks to their places in `target`: those of one call together. Free the
+        memory."""
         for receives in self._phases:
             for _, came in groupby(receives.values(), key=lambda receive: id(receive.pending)):
                 blocks: list[Block] = []
@@ -236,7 +294,13 @@ class InFlight:
         self._phases, self._bringing, self._held.blocks = [], {}, {}
 
     def _packed(self, messages: Mapping[int, Sequence[Block]]) -> list[Tensor]:
-        """Return each message as one flat tensor. Those that are not contiguous already are packed in one launch."""
+        """Return each message as one flat tensor. Wait first for blocks in it that come from other ranks.
+
+        Messages whose blocks lie one after the other in memory are not copied. The others are packed in one launch.
+
+        Args:
+            messages: the blocks of each message, by the rank that it goes to.
+        """
         found, pieces, buffers = [], [], []
         for peer, message in messages.items():
             for block in message:
@@ -256,13 +320,22 @@ class InFlight:
 
 
 def _receives_ahead(groups: Groups) -> bool:
-    """Return True if receives may be posted ahead in all groups."""
+    """Return True if in all communicators receives may be posted before the matching sends, each by itself.
+
+    Args:
+        groups: the communicators, by the lane that a phase names.
+    """
     return all(group.receives_ahead for group in groups.values())
 
 
 def as_one(pieces: Sequence[Payload]) -> Tensor | None:
-    """Return pieces as one flat tensor if they lie one after the other in memory, else None. Most pieces that are
-    passed on do."""
+    """Return payloads as one flat tensor without copying, if they lie one after the other in memory; else None.
+
+    Most payloads that this rank received and passes on do.
+
+    Args:
+        pieces: the payloads, in order.
+    """
     parts = [piece for piece in pieces if isinstance(piece, Tensor) and piece.numel()]  # an empty one has no address
     if not parts or any(isinstance(piece, Rows) for piece in pieces):
         return None

@@ -25,22 +25,26 @@ TENSORS = 3  # number of tensors of a call: q, k and v, in any order
 
 
 class Transfer(EncodedCall):
-    """The messages of one attention call on one rank.
+    """The messages of one attention call on one rank: it sends q, k and v, and attention's output back.
 
-    A codec's subclass says by `encode` and `decode` what is sent, and by `post` and `back` when, where that differs.
+    A codec's subclass says by `encode` and `decode` what is sent. By `post` and `back` it says when, where that
+    differs.
     """
 
-    # True if tensors arrive chunk by chunk. Known once something was sent, and the same on every rank.
-    in_stages = False
+    in_stages = False  # True if tensors are sent in chunks of tokens; set at the first `send`, the same on every rank
 
     def __init__(self, exchange: Exchange, layout: Layout, layer: str = "") -> None:
         super().__init__(exchange, layout, layer)
         self.exchange, self._given = exchange, 0
 
     def send(self, **tensors_BLHD: Tensor) -> dict[str, TensorFuture]:
-        """Start sending this rank's rows of some tensors, each [B, L, H, D]. Return their futures by name.
+        """Start sending this rank's rows of q, k or v, each [B, L, H, D]. Return by name the futures of what this rank
+        receives.
 
-        Tensors of one call of `send` share one message to each peer.
+        Tensors that are given together share one message to each peer.
+
+        Args:
+            tensors_BLHD: one or more of q, k and v, by keyword.
         """
         if not self._given:
             self.open(tensors_BLHD)
@@ -51,18 +55,27 @@ class Transfer(EncodedCall):
 
     @property
     def all_sent(self) -> bool:
-        """True once q, k and v were all given to `send`."""
+        """True once q, k and v of the call were all given to `send`."""
         return self._given == TENSORS
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        """Begin the call and decide on stages, by the first tensors that are sent."""
+        """Begin the call, and decide if tensors are sent in chunks. The first `send` calls it.
+
+        Args:
+            tensors_BLHD: the tensors that are sent first, by name.
+        """
         like_BLHD = next(iter(tensors_BLHD.values()))
         self.begin(like_BLHD)
         staged = self.exchange.staged
         self.in_stages = staged is not None and staged.pays(self.layout, self.cell_bytes(like_BLHD))
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        """Start sending tensors like `send`; the lane encodes them first."""
+        """Start sending tensors as `send` does, and return their futures by name. A background thread encodes them
+        first.
+
+        Args:
+            tensors_BLHD: the tensors, by name.
+        """
         staged = self.exchange.staged
         if staged is None or not self.in_stages:
             outgoing = Outgoing(self, tensors_BLHD)
@@ -71,7 +84,11 @@ class Transfer(EncodedCall):
         return staged.send(one_by_one, self.all_sent)
 
     def wait(self, sent: Mapping[str, TensorFuture]) -> dict[str, Tensor]:
-        """Wait for tensors and return them by name: all rows of this rank's heads, [B, S, G, D] each."""
+        """Wait for tensors and return them by name: all rows of this rank's heads, [B, S, G, D] each.
+
+        Args:
+            sent: the futures that `send` returned.
+        """
         here: dict[str, Tensor] = {}
         for together, tensors in groupby(sent.items(), key=lambda item: item[1].together):
             with self.exchange.trace.span(f"wait for {together}", layer=self.layer):
@@ -79,10 +96,14 @@ class Transfer(EncodedCall):
         return here
 
     def back(self, out_BSGD: Tensor) -> Tensor:
-        """Send attention's output for all rows of this rank's heads, [B, S, G, D].
+        """Send attention's output for this rank's heads to the ranks of its rows. Return all heads of this rank's rows,
+        [B, L, H, D].
 
-        Return the output for all heads of this rank's own rows, [B, L, H, D], or what the model continues with instead.
-        Calls in stages use `staged.OutputSender`.
+        A displaced call returns a stand-in for them instead, see `DisplacedCall`. Calls that are sent in chunks use
+        `staged.OutputSender`.
+
+        Args:
+            out_BSGD: the output, with all rows of this rank's heads.
         """
         outgoing = Outgoing(self, {OUTPUT: out_BSGD})
         pending = self.exchange.submit(outgoing)
@@ -91,11 +112,17 @@ class Transfer(EncodedCall):
 
 
 def arriving_whole(outgoing: Outgoing, pending: LaneFuture[Target]) -> dict[str, TensorFuture]:
-    """Return futures, by name, of tensors that are sent together and not in chunks. They are decoded once, together."""
+    """Return futures, by name, of tensors that are received together and not in chunks. They are decoded together, at
+    the first wait.
+
+    Args:
+        outgoing: the tensors, as this rank sends them.
+        pending: the future of the received payloads.
+    """
     decoded = cache(lambda: dict(zip(outgoing.names, outgoing.decode(pending.wait().tensors), strict=True)))
 
     def arriving(name: str) -> TensorFuture:
-        """Return the future of one tensor."""
+        """Return the future of the tensor `name`, whose wait decodes all of them."""
         return TensorFuture("".join(outgoing.names), lambda _chunk: decoded()[name])
 
     return {name: arriving(name) for name in outgoing.names}

@@ -32,18 +32,26 @@ NAME = "x"  # name of the transposed tensor in the trace
 
 
 class SharedGrid(NamedTuple):
-    """The rows and columns of every rank."""
+    """A grid of tokens that ranks share: the number of rows and of columns that each rank has, cut into slices.
 
-    rows: Side
-    columns: Side
+    It is for models with two kinds of attention in turn, such as over places and over frames of a video.
+    """
+
+    rows: Side  # the number of rows of every rank, and their slices
+    columns: Side  # the same of columns
 
     def layout(self, rows: range, columns: range) -> Layout:
-        """Return the layout of some slices of rows and of columns."""
+        """Return the layout of a piece of the grid, as if rows were tokens and columns were heads.
+
+        Args:
+            rows: numbers of the slices of each rank's rows.
+            columns: numbers of the slices of each rank's columns.
+        """
         return Layout((), self.columns.sizes(columns)).of_rows(self.rows.sizes(rows))
 
 
 class TransposedPiece(Outgoing):
-    """A piece of a transpose, as tensors to send."""
+    """One piece of a transpose between ranks, as tensors to send."""
 
     def __init__(
         self, call: EncodedCall, way: str, given: Mapping[Block, Tensor], taken: Mapping[Block, Tensor], into: Tensor
@@ -51,37 +59,47 @@ class TransposedPiece(Outgoing):
         """Describe a piece.
 
         Args:
-            way: "forward" or "back".
-            given: what this rank sends, by block.
-            taken: the place in `into` of what it receives, by block.
+            call: encodes and decodes; here it sends tensors as they are.
+            way: "forward" from rows to columns, or "back".
+            given: the tensors that this rank sends, by block, as views.
+            taken: the places in `into` of the blocks that it receives, as views.
             into: the tensor to be filled.
         """
         super().__init__(call, {NAME: next(iter(given.values()))})
         self.way, self._given, self._taken, self._into = way, given, taken, into
 
     def contained_tensors(self) -> Sequence[object]:
-        """Return the tensors to send and the tensor to be filled."""
+        """Return the tensors to send and the tensor to be filled.
+
+        `used_on_current_stream` asks for them, to tell the allocator which streams use their memory.
+        """
         return (*self._given.values(), self._into)
 
     def cut(self, payloads: Sequence[Payload | list[Tensor]]) -> Blocks:
-        """Return the blocks to send."""
+        """Return the blocks to send. They were cut already, so payloads are not used."""
         return {block: [x] for block, x in self._given.items()}
 
     def target(self, here: BlockSet) -> Target:
-        """Return the tensor to be filled."""
+        """Return the tensor to be filled, with the place of each block. Nothing is allocated, and `here` is not
+        used."""
         return Target([self._into], {block: [place] for block, place in self._taken.items()}, self.call.kernels)
 
 
 class Transpose:
-    """A transpose on one rank. Slices are given in ascending order, and taken in ascending order."""
+    """One transpose of a grid on one rank: some rows and all columns are exchanged for all rows and some columns.
+
+    Slices of the rank's tensor are given in ascending order as they are computed, and taken in ascending order.
+    """
 
     def __init__(self, exchange: Exchange, grid: SharedGrid, way: str, layer: str, early: float) -> None:
         """Plan the pieces of a transpose.
 
         Args:
+            exchange: this rank's end of the exchange.
+            grid: the rows and columns of every rank.
             way: "forward" from rows to columns, or "back".
-            layer: the kind of layer, for the trace.
-            early: see `Transposes`.
+            layer: kind of layer, for the trace.
+            early: fraction of the slices to be taken for which each given slice is sent at once, see `Transposes`.
         """
         self._exchange, self._grid, self._way, self._layer = exchange, grid, way, layer
         given, taken = (side.cuts for side in (grid if way == "forward" else grid[::-1]))
@@ -90,11 +108,12 @@ class Transpose:
         self._into: Tensor | None = None
 
     def give(self, x_BRCD: Tensor, number: int) -> None:
-        """Send the pieces that are due once slice `number` has been computed.
+        """Start sending the pieces that are due once slice `number` has been computed.
 
         Args:
-            x_BRCD: the tensor with the slices so far: this rank's rows and all columns, or on the way back all rows and
-                its columns.
+            x_BRCD: the tensor with all slices so far. Forward it has this rank's rows and all columns; on the way back
+                all rows and this rank's columns.
+            number: number of the slice.
         """
         if self._into is None:
             self._into = self._memory_like(x_BRCD)
@@ -103,7 +122,8 @@ class Transpose:
             self._pending.append((piece, self._exchange.submit(outgoing)))
 
     def take(self, number: int) -> Tensor:
-        """Return the transposed tensor once slice `number` has arrived; this slice and those before are valid."""
+        """Wait until slice `number` has arrived, and return the transposed tensor, in which this slice and those before
+        are valid."""
         with self._exchange.trace.span(f"wait for {NAME}", layer=self._layer):
             for piece, pending in self._pending:
                 if number in piece.taken:
@@ -113,9 +133,9 @@ class Transpose:
         return self._into
 
     def _memory_like(self, x_BRCD: Tensor) -> Tensor:
-        """Allocate the tensor to be filled, with the batch and channels of the given one.
+        """Allocate the tensor to be filled, without values, with the batch and channels of the given one.
 
-        To columns it is [B, all rows, this rank's columns, D], and column by column in memory, since the computation
+        Forward it is [B, all rows, this rank's columns, D] and lies column by column in memory, since the computation
         then goes by columns. Back it is [B, this rank's rows, all columns, D].
         """
         B, D, own, (rows, columns) = len(x_BRCD), x_BRCD.shape[-1], self._exchange.rank, self._grid
@@ -124,7 +144,13 @@ class Transpose:
         return x_BRCD.new_empty(B, columns.shares[own], sum(rows.shares), D).transpose(1, 2)
 
     def _outgoing(self, piece: Piece, x_BRCD: Tensor, into_BRCD: Tensor) -> TransposedPiece:
-        """Return one piece as tensors to send."""
+        """Return one piece of the transpose as tensors to send, with the places of what is received for it.
+
+        Args:
+            piece: the slices of both sides that it has.
+            x_BRCD: the tensor to send from.
+            into_BRCD: the tensor to be filled.
+        """
         exchange, forward = self._exchange, self._way == "forward"
         rows, columns = piece if forward else piece[::-1]
         call = EncodedCall(exchange, self._grid.layout(rows, columns), self._layer)
@@ -132,8 +158,14 @@ class Transpose:
         return TransposedPiece(call, self._way, given, self._blocks(into_BRCD, forward, rows, columns), into_BRCD)
 
     def _blocks(self, x_BRCD: Tensor, all_rows: bool, rows: range, columns: range) -> dict[Block, Tensor]:
-        """Return the blocks of a tensor with all rows and this rank's columns, or with this rank's rows and all
-        columns."""
+        """Return a piece of a tensor as blocks, one for each rank, as views.
+
+        Args:
+            x_BRCD: the tensor.
+            all_rows: True if it has all rows and this rank's columns, False if it has this rank's rows and all columns.
+            rows: numbers of the slices of rows in the piece.
+            columns: numbers of the slices of columns in the piece.
+        """
         own, (side, other) = self._exchange.rank, self._grid
         at_rows, at_columns = (side.whole, other.own) if all_rows else (side.own, other.whole)
         blocks = [Block(peer, own) if all_rows else Block(own, peer) for peer in range(len(side.shares))]
@@ -141,26 +173,33 @@ class Transpose:
 
 
 class CodedTranspose:
-    """A transpose of one slice whose tensors are sent as those of a codec's call. It has the interface of
-    `Transpose`."""
+    """A transpose whose tensor is encoded by a codec, as one tensor of an attention call. It is sent as one slice.
+
+    Its methods are those of `Transpose`.
+    """
 
     def __init__(self, transfer: Transfer, way: str) -> None:
         self._transfer, self._way = transfer, way
 
     def give(self, x_BRCD: Tensor, number: int) -> None:
-        """Send the tensor and wait for the transposed one."""
+        """Send the whole tensor and wait for the transposed one.
+
+        Args:
+            x_BRCD: the tensor.
+            number: not used: there is one slice.
+        """
         if self._way == "back":
             self._here = self._transfer.back(x_BRCD)
         else:
             (self._here,) = self._transfer.wait(self._transfer.send(q=x_BRCD)).values()
 
     def take(self, number: int) -> Tensor:
-        """Return the transposed tensor."""
+        """Return the transposed tensor. It has arrived already, and `number` is not used."""
         return self._here
 
 
 class Transposes:
-    """The transposes of one call, for a grid that ranks share."""
+    """The transposes in one call of a model, for a grid of tokens that ranks share."""
 
     def __init__(
         self,
@@ -174,10 +213,12 @@ class Transposes:
         """Describe the grid.
 
         Args:
+            exchange: this rank's end of the exchange.
             rows: number of rows of every rank.
             columns: number of columns of every rank.
-            slices: slices wanted of each, see `Side.cut`.
-            early: fraction of the slices to come for which each slice is sent as soon as it was computed. For the
+            slices: number of slices that each rank's rows, and its columns, are cut into; fewer if a rank has fewer.
+                With a codec it is 1.
+            early: fraction of the slices to be taken for which each slice is sent as soon as it was computed. For the
                 others all is sent after the last one.
             codec: encodes the tensors; None to send them as they are.
         """
@@ -186,11 +227,11 @@ class Transposes:
         self.grid = SharedGrid(Side.cut(rows, wanted), Side.cut(columns, wanted))
 
     def transpose(self, way: str, layer_key: Any) -> Transpose | CodedTranspose:
-        """Return the next transpose. Every rank makes the same ones in the same order.
+        """Return the next transpose of the call. Every rank makes the same ones in the same order.
 
         Args:
-            way: "forward" or "back"; a coded one back belongs to the last one forward.
-            layer_key: the layer and guidance branch, see `Codec.open`.
+            way: "forward" from rows to columns, or "back". With a codec, one back belongs to the last one forward.
+            layer_key: the layer and guidance branch (`LayerKey`).
         """
         if self._codec is None:
             return Transpose(self._exchange, self.grid, way, layer_key.kind, self._early)

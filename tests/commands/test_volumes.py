@@ -181,10 +181,8 @@ def test_methods_without_a_model_are_written_where_nothing_can_be_hidden(folder:
     assert main(words(folder, tmp_path / "out", "--samples", 3, "--keep_samples", mask="comb")) == 0
     found = metrics_of(tmp_path / "out")
     (volume,), ((outcome,), known) = found["volumes"], (found["outcomes"], COMB == 0)
-    assert (
-        volume["weights"] == pytest.approx(dict.fromkeys(UNTESTED, 1 / 3), abs=1e-3) and volume["hidden_regions"] == 0
-    )
-    assert outcome["kind"] == "unknown"
+    assert volume["weights"] == pytest.approx(dict.fromkeys(UNTESTED, 1 / 3), abs=1e-3)
+    assert volume["hidden_regions"] == 0 and outcome["kind"] == "unknown"
     mean, sample = (image(tmp_path / "out", end, mask="comb") for end in ("", "_sample_1"))
     made = [METHODS[name].solve(np.where(known, SCANS["scan"], 0) / 60000, ~known) for name in UNTESTED]
     assert np.abs(mean / 60000 - np.nanmean(made, axis=0)).max() < 1e-3 and np.array_equal(mean, sample)

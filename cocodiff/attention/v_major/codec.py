@@ -38,27 +38,31 @@ from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
 
-# Launches that choose rows, by `scoring` and `reference`: kernels, a copy to the host, one of the rank's own part
-# of what is gathered (tests/attention/test_launches.py counts them).
+# Number of launches on the device that choose the rows to send, by the settings `scoring` and `reference`: kernels, a
+# copy to the host, one of the rank's own part of what is gathered (tests/attention/test_launches.py counts them).
 LAUNCHES_TO_CHOOSE = {("source", "prev"): 6, ("source", "sent"): 6, ("card", "prev"): 8, ("card", "sent"): 9}
 
 
 class VMajor(StatefulCodec):
-    """The codec that sends active tokens only. On one rank nothing is sent, and nothing is selected."""
+    """The codec that sends only the tokens whose v changed most (V-Major). For others ranks use the values sent last.
+
+    On one rank nothing is sent, and nothing is selected.
+    """
 
     agrees = False
     steps_to_settle = 0
 
     def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: RankContext | None = None) -> None:
-        """Create the codec.
+        """Create the codec of one rank.
 
         Args:
-            settings: the schedule (see `Schedule.of`), and:
-
-                scoring    "source": each rank scores its own tokens over all heads before they are sent;
-                           "card": after v's first phase the card's first tile scores the card's tokens (TAPA only);
-                reference  "prev": v at the call before;
-                           "sent": v as it was last sent.
+            settings: the engine's settings. `scoring` is "source" (each rank scores its own tokens over all heads
+                before they are sent) or "card" (after v's first phase the card's first tile scores the card's tokens;
+                TAPA only). Scores compare v with its `reference`: "prev" is v at the call before, "sent" is v as it was
+                last sent. For the schedule see `Schedule.of`.
+            exchange: the exchange of this rank's Ulysses group; None for one rank, or for questions that need no
+                messages.
+            everyone: this rank among all ranks that share the sequence; None for one rank.
         """
         super().__init__(settings, exchange, everyone)
         self.schedule, self.reference = Schedule.of(settings), settings.reference
@@ -82,16 +86,25 @@ class VMajor(StatefulCodec):
 
     @property
     def fraction(self) -> float | None:
-        """The stable fraction r(t) of this step; None if a threshold decides."""
+        """The fraction of tokens that stay unsent at the current step, r(t) in the paper; None if a threshold
+        decides."""
         return self.schedule.stable_fraction(self.step_info.step, self.step_info.steps or 0)
 
     @property
     def columns(self) -> int:
-        """The number of values that decide on a token: its change, and for a threshold its norm."""
+        """The number of values of each token that decide if it is sent: 1 (its change), or with a threshold 2 (also its
+        norm)."""
         return 2 if self.schedule.kind == "threshold" else 1
 
     def cards(self, layout: Layout, batch: int, device: torch.device) -> Cards:
-        """Return the tokens of every card that may stay, computed once for each layout, batch size and device."""
+        """Return the places of the tokens that may stay unsent, card by card. They are computed once for each set of
+        arguments.
+
+        Args:
+            layout: the tokens and heads of every rank in the call.
+            batch: rows of the batch.
+            device: the device that index tensors are on.
+        """
         assert self._exchange is not None, "one rank alone selects nothing"
         key, by_card = (layout, batch, device), self.transfer is CardCall
         if key not in self._cards:
@@ -102,8 +115,15 @@ class VMajor(StatefulCodec):
     # For plans and recordings -----------------------------------------------------------------------------------------
 
     def rows_sent(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """Return the rows that every rank sends. Of the rows that may stay on a card, the stable fraction does, in
-        whole tokens."""
+        """Return the mean number of rows of q, k and v that each rank sends in a call, by rank: for plans.
+
+        Of the rows of a card that may stay unsent, the fraction `kind.stable` does, in whole tokens.
+
+        Args:
+            topology: the ranks of the Ulysses group.
+            layout: their tokens and heads.
+            kind: the kind of attention calls.
+        """
         if kind.whole:
             return layout.rows
         found = [float(rows) for rows in layout.rows]
@@ -114,9 +134,16 @@ class VMajor(StatefulCodec):
         return found
 
     def gathered(self, topology: Topology, layout: Layout, kind: CallKind) -> Sequence[float]:
-        """Return the bytes that every rank additionally sends: scores of its rows, and with a threshold their norms.
+        """Return the bytes that each rank sends every other rank in a call to agree on the tokens to send, by rank: for
+        plans.
 
-        With scoring by card the first tile sends its choice, a byte for each of the card's rows.
+        Scoring by source these are the scores of its rows, and with a threshold also their norms. Scoring by card the
+        card's first tile sends its choice, a byte for each of the card's rows. They are those of one row of the batch.
+
+        Args:
+            topology: the ranks of the Ulysses group.
+            layout: their tokens and heads.
+            kind: the kind of attention calls.
         """
         if kind.whole:
             return super().gathered(topology, layout, kind)
@@ -142,11 +169,19 @@ class VMajor(StatefulCodec):
         return found
 
     def state_bytes(self, topology: Topology, layout: Layout, batch: int, head_dim: int, itemsize: int) -> StateBytes:
-        """Return the bytes that a layer keeps, exactly.
+        """Return the bytes that a layer keeps on every rank between calls, exactly: one dictionary a rank.
 
-        Received: all tokens for the rank's own heads. Reference: v at the scored rows. With scoring by source these are
-        the rank's image tokens with all heads; by card, on the card's first tile, the card's image tokens with the
-        heads of that tile's plane.
+        "image_cache" and "text_cache" are q, k and v as they were received: tokens that may stay unsent, and other
+        tokens, for the rank's own heads. "reference_cache" is v that scores compare with. Scoring by source it has the
+        rank's image tokens with all heads. Scoring by card it has, on the card's first tile, the card's image tokens
+        with the heads of that tile's plane.
+
+        Args:
+            topology: the ranks of the Ulysses group.
+            layout: their tokens and heads.
+            batch: rows of the batch.
+            head_dim: channels of a head.
+            itemsize: bytes of an element.
         """
         found, cell, image = StateBytes(), batch * head_dim * itemsize, sum(layout.may_stay)
         for rank, heads in enumerate(layout.heads):
@@ -168,9 +203,9 @@ class VMajor(StatefulCodec):
 
 
 class SelectiveCall(StatefulCall, ABC):
-    """An attention call of V-Major. Subclasses score.
+    """The base of V-Major's attention calls. Subclasses differ in where tokens are scored.
 
-    An order has to send v before or together with q and k, because it decides which of their rows are sent.
+    An order has to send v before or together with q and k, because v decides which rows of all three are sent.
     """
 
     _codec: VMajor
@@ -178,11 +213,16 @@ class SelectiveCall(StatefulCall, ABC):
 
     @abstractmethod
     def selection(self) -> Selection:
-        """Return the rows that are sent in a selective call, once they are chosen."""
+        """Wait until the rows to send were chosen, and return them. For calls in which not all tokens are sent."""
 
     def open(self, tensors_BLHD: Mapping[str, Tensor]) -> None:
-        """Begin the call. Raise RuntimeError if an order sends q or k before v: all rows of these would be sent, and
-        only some of v."""
+        """Begin the call by the first tensors that are sent.
+
+        Raise RuntimeError if v is not among them: all rows of q or k would then be sent, and only some of v.
+
+        Args:
+            tensors_BLHD: the tensors, by name.
+        """
         if "v" not in tensors_BLHD:
             raise RuntimeError("V-Major chooses tokens by v: an order has to send v before or together with q and k")
         super().open(tensors_BLHD)
@@ -201,11 +241,27 @@ class SelectiveCall(StatefulCall, ABC):
         return Encoded([self.chosen_rows(name, x, own) for name, x in tensors.items()], selection.layout)
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
-        """Return the chosen rows, with the batch flattened: [1, N, H, D]. They are gathered when they are packed."""
+        """Return chosen rows of a tensor, with the batch flattened: [1, N, H, D]. They are copied only when they are
+        packed.
+
+        Args:
+            name: "q", "k" or "v".
+            x_BLHD: the tensor with all of a rank's rows.
+            index_N: indices of the N chosen rows in the flattened [B * L].
+        """
         return Rows(x_BLHD.flatten(0, 1), index_N)
 
     def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
-        """Write q, k and v to the caches: all rows, or in one launch the rows that arrived. Return the caches."""
+        """Write received rows of q, k and v to the layer's kept tensors, in one launch. Return these, with all rows,
+        [B, S, G, D] each.
+
+        If all rows were sent, the received tensors become the kept ones. Attention's output is returned as it is.
+
+        Args:
+            received: the received payloads, by name.
+            rows: the rows of the payloads that have arrived since the last call.
+            ranks: the ranks whose rows these are.
+        """
         caches = self.state.last
         if OUTPUT in received:
             return super().decode(received, rows, ranks)
@@ -218,17 +274,26 @@ class SelectiveCall(StatefulCall, ABC):
         return [caches[name] for name in received]
 
     def renew_reference(self, v_BNHD: Tensor) -> None:
-        """Make v the reference at a full step. It is scored if there is a reference to compare with."""
+        """Keep v as the reference that later scores compare with, in a call that sends all tokens.
+
+        If there is a reference already, score v against it too, for the drift profile.
+
+        Args:
+            v_BNHD: v of the N tokens that this rank scores.
+        """
         if "v" in self.state.compared:
             self.score(v_BNHD)
         else:
             self.state.compared["v"] = v_BNHD.clone(memory_format=torch.contiguous_format)
 
     def score(self, v_BNHD: Tensor) -> Tensor:
-        """Return the change and norm of every token against the reference, float32 [2, B, N], and record them in the
-        profile.
+        """Return how much every token's v differs from the reference, and the reference's norm: float32 [2, B, N]. Add
+        both to the drift profile.
 
-        At full steps, and if the reference is "prev", the same pass makes v the reference.
+        In calls that send all tokens, and if the reference is "prev", the same pass makes v the new reference.
+
+        Args:
+            v_BNHD: v of the N tokens that this rank scores.
         """
         with self.exchange.trace.span("score", "select", self.layer):
             renew = self.full or self._codec.reference == "prev"
@@ -237,19 +302,38 @@ class SelectiveCall(StatefulCall, ABC):
         return scores_2BN
 
     def choose_tokens(self, scores: Tensor, cards: Cards) -> Tensor:
-        """Return which of this rank's candidates are sent, see `Kernels.choose`."""
+        """Return which of the tokens that this rank chooses among are sent: uint8 [tokens + 1], see
+        `kernels.residual.choose`.
+
+        Args:
+            scores: their scores, and with a threshold their norms.
+            cards: the places of the tokens.
+        """
         schedule = self._codec.schedule
         return self.kernels.choose(scores.flatten(), cards.among, self._codec.fraction, schedule.threshold)
 
     def gather(self, own_N: Tensor, parts_N: Sequence[Tensor]) -> None:
-        """Gather every rank's scores or selection, on the calling lane. The bytes count as bytes of attention."""
+        """Gather every rank's scores or choice, and wait for them. Their bytes count as attention's. A thread that
+        sends calls it.
+
+        Args:
+            own_N: this rank's part.
+            parts_N: the memory for every rank's part, which is filled.
+        """
         with self.exchange.trace.span("gather selection", "select", self.layer):
             self.exchange.transport.world.all_gather(own_N, list(parts_N)).wait()
         for peer in range(len(parts_N)):
             self.exchange.count(peer, own_N.nbytes)
 
     def select(self, active_T: Tensor, batch: int, cards: Cards, noted: Sequence[int]) -> Selection:
-        """Return the rows that are sent, and record the choice among the tokens of some ranks in the profile."""
+        """Return the rows that all ranks send, and add the choice to the drift profile.
+
+        Args:
+            active_T: uint8, 1 for tokens to send, see `Selection.build`.
+            batch: rows of the batch.
+            cards: the places of the tokens.
+            noted: the ranks whose tokens this rank adds to the profile.
+        """
         codec, layout = self._codec, self.layout
         selection = Selection.build(active_T, layout, batch, cards, codec.fraction, self.kernels)
         stable = sum(batch * layout.rows[rank] - len(selection.of_rank[rank]) for rank in noted)
@@ -261,12 +345,18 @@ class SelectiveCall(StatefulCall, ABC):
 
 
 class SourceCall(SelectiveCall):
-    """An attention call in which every rank scores its own tokens. Scores are gathered while q and k are made."""
+    """An attention call in which every rank scores its own tokens. Scores are gathered while q and k are computed."""
 
-    chosen: LaneFuture[Selection] | None = None
+    chosen: LaneFuture[Selection] | None = None  # the rows to send; None before v is sent, or if all are sent
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        """Start sending tensors. Before v, score this rank's tokens; in a selective call in the background."""
+        """Start sending tensors, and return their futures by name. Before v is sent, score this rank's tokens.
+
+        In calls that send only some tokens, scoring and choosing run in the background.
+
+        Args:
+            tensors_BLHD: the tensors, by name.
+        """
         if "v" in tensors_BLHD:
             own_BNHD = tensors_BLHD["v"][:, self.layout.may_stay_slices[self.rank]]
             if self.full:
@@ -280,7 +370,11 @@ class SourceCall(SelectiveCall):
         return self.chosen.wait()
 
     def _choose(self, own_BNHD: Tensor) -> Selection:
-        """Score, gather all ranks' scores, and choose the rows to send."""
+        """Score this rank's tokens, gather all ranks' scores, and return the rows to send. A background thread runs it.
+
+        Args:
+            own_BNHD: v of this rank's N tokens that may stay unsent.
+        """
         batch, device, columns = len(own_BNHD), own_BNHD.device, self._codec.columns
         sent = self.score(own_BNHD)[:columns].flatten()
         sizes = [columns * batch * tokens for tokens in self.layout.may_stay]
@@ -290,8 +384,15 @@ class SourceCall(SelectiveCall):
         return self.select(self.choose_tokens(of_all, cards), batch, cards, [self.rank])
 
     def chosen_rows(self, name: str, x_BLHD: Tensor, index_N: Tensor) -> Rows:
-        """Return the chosen rows. If the reference is "sent", packing v also writes the chosen rows to the
-        reference."""
+        """Return chosen rows of a tensor, see `SelectiveCall.chosen_rows`.
+
+        If the reference is "sent", packing the rows of v also writes them to the reference.
+
+        Args:
+            name: "q", "k" or "v".
+            x_BLHD: the tensor with all of this rank's rows.
+            index_N: indices of the N chosen rows in the flattened [B * L].
+        """
         if name != "v" or self._codec.reference != "sent":
             return super().chosen_rows(name, x_BLHD, index_N)
         reference_BNHD, kept_N = self.state.compared["v"], self.selection().kept[self.rank]
@@ -302,14 +403,23 @@ class SourceCall(SelectiveCall):
 
 
 class CardCall(SelectiveCall):
-    """An attention call in which v decides, between its two phases, which rows of q, k and v are sent."""
+    """An attention call in which the first tile of each card scores the card's tokens, between TAPA's two phases of
+    sending v.
+
+    The scores decide which rows of v's second phase, and of q and k, are sent.
+    """
 
     def begin(self, like_BLHD: Tensor) -> None:
         self.chosen: Future[LaneFuture[Selection]] = Future()
         super().begin(like_BLHD)
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        """Start sending tensors: v alone, with the choice between its two phases."""
+        """Start sending tensors, and return their futures by name. v is sent alone; between its two phases the rows are
+        chosen.
+
+        Args:
+            tensors_BLHD: the tensors, by name.
+        """
         others = {name: x_BLHD for name, x_BLHD in tensors_BLHD.items() if name != "v"}
         if "v" not in tensors_BLHD:
             return super().post(others)
@@ -321,7 +431,14 @@ class CardCall(SelectiveCall):
         return v | super().post(others) if others else v
 
     def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
-        """Return the payloads. v is sent alone, with all rows in its first phase."""
+        """Return the payloads to send. v has all its rows, since they are chosen after its first phase; q and k have
+        the chosen ones.
+
+        Args:
+            tensors: the tensors to send, by name.
+            rows: the place of the given rows.
+            ranks: the ranks that blocks are sent to.
+        """
         encode = Transfer.encode if "v" in tensors else SelectiveCall.encode
         return encode(self, tensors, rows, ranks)
 
@@ -329,7 +446,14 @@ class CardCall(SelectiveCall):
         return self.chosen.result().wait()
 
     def choose(self, swapped: LaneFuture[BlockSet], outgoing: Outgoing) -> BlockSet:
-        """Wait for v's first phase, and return the blocks that take the second one."""
+        """Wait for the first phase of v, choose the rows to send, and return the blocks of v for the second phase.
+
+        In a call that sends all tokens these are the blocks as they are, and v becomes the reference.
+
+        Args:
+            swapped: the future of the blocks that this rank holds after the first phase.
+            outgoing: v on its way; its layout is set to that of the chosen rows.
+        """
         on_card = swapped.wait()
         if not self.full:
             active = self._active_rows(on_card)
@@ -341,8 +465,14 @@ class CardCall(SelectiveCall):
         return on_card
 
     def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
-        """Return the card's tokens that may stay, with the heads of its first tile's plane, [B, N, H_k, D]; None on
-        other tiles."""
+        """Return v of the card's tokens that may stay unsent, for the heads of the plane of the card's first tile: [B,
+        N, heads, D].
+
+        Return None on the card's other tiles, which score nothing.
+
+        Args:
+            on_card: the blocks of v that this rank holds after the first phase.
+        """
         card, heads = scored_blocks(self.exchange.topology, self.rank)
         if card[0] != self.rank:
             return None
@@ -357,7 +487,11 @@ class CardCall(SelectiveCall):
         return scored_BNHD
 
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
-        """Choose rows, and return the blocks of v with active rows for the second phase."""
+        """Have rows chosen, and return the blocks of v for the second phase, with the chosen rows only.
+
+        Args:
+            on_card: the blocks of v that this rank holds after the first phase.
+        """
         try:
             self.chosen.set_result(self.exchange.transport.control.submit(self._choose, on_card))
         except BaseException as error:
@@ -373,7 +507,12 @@ class CardCall(SelectiveCall):
         return BlockSet(blocks, selection.layout, on_card.whole)
 
     def _choose(self, on_card: BlockSet) -> Selection:
-        """Score this card's tokens, gather all cards' selections, and return the rows to send."""
+        """Score this card's tokens, gather all cards' choices, and return the rows to send. A background thread runs
+        it.
+
+        Args:
+            on_card: the blocks of v that this rank holds after the first phase.
+        """
         codec, layout = self._codec, self.layout
         some = dense(next(iter(on_card.blocks.values()))[0])
         cards, scored_BNHD = codec.cards(layout, len(some), some.device), self._scored_rows(on_card)
@@ -392,7 +531,8 @@ class CardCall(SelectiveCall):
 
 
 def dense(x_BLHD: Payload) -> Tensor:
-    """Return a payload as it is, once it is checked to be a tensor with all rows, and not `Rows` that were chosen.
+    """Return a block's payload as it is. Assert that it is a tensor with all rows, and not `Rows` that were chosen
+    already.
 
     Blocks of v are such tensors until TAPA's first phase is over.
     """

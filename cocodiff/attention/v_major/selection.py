@@ -25,32 +25,42 @@ from cocodiff.topology.layout import Layout
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stable fraction r(t): the share of the tokens that may stay which do so, at step t (from 0) of a run.
+    """The rule that says which fraction of tokens stays unsent at each step, and at which steps all are sent.
+
+    The fraction r(t) is of the tokens that may stay unsent, at step t (from 0) of a run:
 
     linear     0 at the end of the warm-up, 1 at the last step;
     fixed      `ratio`;
     reverse    1 - linear;
     cosine     half a wave from 0 to 1;
     list       `ratios`, the last one repeated;
-    threshold  tokens are stable if their score is at most `threshold` times the card's mean L1 norm of v.
+    threshold  tokens stay if their score is at most `threshold` times the card's mean L1 norm of v.
     """
 
-    kind: str = "linear"  # one of these
+    kind: str = "linear"  # name of the rule: "linear", "fixed", "reverse", "cosine", "list" or "threshold"
     ratio: float = 0.5  # for "fixed"
     ratios: tuple[float, ...] = ()  # for "list", by step
     threshold: float = 0.1  # for "threshold"
-    warmup: int | None = None  # full steps at the start; None: a tenth of the steps, at least one
-    sync_interval: int = 10  # after the warm-up, every step at this interval is full; 1: every step; 0: none
+    warmup: int | None = None  # steps at the start that send all tokens; None: a tenth of the steps, at least one
+    sync_interval: int = 10  # after the warm-up every step at this interval sends all; 1: every step; 0: none
 
     @classmethod
     def of(cls, settings: Any) -> Schedule:
-        """Return the schedule that the engine's settings describe."""
+        """Return the schedule that the engine's settings describe.
+
+        Args:
+            settings: a `Config`; schedule, ratio, ratios, threshold, warmup and sync_interval are read.
+        """
         s = settings
         return cls(s.schedule, s.ratio, s.ratios, s.threshold, s.warmup, s.sync_interval)
 
     def held_at(self, fraction: float | None) -> Schedule:
-        """Return a schedule whose every step has this stable fraction; None makes every step full. A threshold stays a
-        threshold."""
+        """Return a schedule that is the same at every step, for recordings.
+
+        Args:
+            fraction: fraction of tokens that stay unsent at every step; None to send all tokens. A threshold stays a
+                threshold.
+        """
         if fraction is None:
             return replace(self, warmup=0, sync_interval=1)
         if self.kind == "threshold":
@@ -58,18 +68,28 @@ class Schedule:
         return Schedule("fixed", fraction, warmup=0, sync_interval=0)
 
     def warm_steps(self, steps: int) -> int:
-        """Return the number of full steps at the start of a run with `steps` steps."""
+        """Return the number of steps at the start of a run of `steps` steps that send all tokens."""
         return max(1, steps // 10) if self.warmup is None else self.warmup
 
     def is_full(self, step: int, steps: int) -> bool:
-        """Return True if all tokens are sent at a step, regardless of their scores."""
+        """Return True if all tokens are sent at a step, regardless of their scores.
+
+        Args:
+            step: index of the step in the run.
+            steps: number of steps of the run.
+        """
         since = step - self.warm_steps(steps)
         if since < 0 or self.sync_interval == 1:
             return True
         return self.sync_interval > 0 and since > 0 and since % self.sync_interval == 0
 
     def stable_fraction(self, step: int, steps: int) -> float | None:
-        """Return r(t) of a step that is not full; None if a threshold decides."""
+        """Return the fraction of tokens that stay unsent at a step that does not send all; None if a threshold decides.
+
+        Args:
+            step: index of the step in the run.
+            steps: number of steps of the run.
+        """
         warm = self.warm_steps(steps)
         progress = (step - warm) / max(1, steps - 1 - warm)
         if self.kind == "threshold":
@@ -87,11 +107,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cards:
-    """The tokens of every card that may stay, for one layout, batch size and device."""
+    """The places of the tokens that may stay unsent, card by card, for one layout, batch size and device."""
 
     among: Candidates  # the tokens among which this rank chooses
-    order: RowOrder  # with three numbers for every row, see `order_of_rows`
-    tokens: tuple[int, ...]  # number of candidates of every rank's card, of those whose first tile the rank is
+    order: RowOrder  # the order in which rows are sent, with three indices for every row, see `order_of_rows`
+    tokens: tuple[int, ...]  # by rank: tokens of the card whose first tile it is that may stay; 0 for other ranks
     single: bool  # True if every card has one tile, so that a fraction determines the number of each rank's rows
 
     @classmethod
@@ -105,10 +125,14 @@ class Cards:
         by_card: bool,
         rank: int,
     ) -> Cards:
-        """Compute the places of tokens.
+        """Compute the places of the tokens that may stay unsent.
 
         Args:
-            columns: 2 if norms are gathered with scores, else 1.
+            topology: the ranks of the Ulysses group.
+            layout: their tokens and heads in the call.
+            batch: rows of the batch.
+            columns: 2 if a threshold decides and norms are gathered with scores, else 1.
+            device: the device of the index tensors.
             by_card: True if the first tile of each card chooses among the card's tokens; False if every rank chooses
                 among all cards' tokens, from scores [columns, B, N] of one rank after the other.
             rank: this rank.
@@ -138,9 +162,9 @@ class Cards:
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows that are sent in one attention call, the same on every rank."""
+    """The rows (tokens) of all ranks that are sent in one attention call. It is the same on every rank."""
 
-    layout: Layout  # of the exchange of [1, rows, H, D], with the batch flattened
+    layout: Layout  # the number of rows that each rank sends, batch entries together, and its heads
     of_rank: tuple[Tensor, ...]  # for every rank, indices of its rows in its flattened [B * L]
     kept: tuple[Tensor, ...]  # the indices of the same rows in the rank's flattened reference; -1 if they are not there
     arriving: Tensor  # indices of all ranks' rows in the flattened [B * S], in the order of the sequence
@@ -152,13 +176,19 @@ class Selection:
     def build(
         cls, active_T: Tensor, layout: Layout, batch: int, cards: Cards, fraction: float | None, kernels: Kernels
     ) -> Selection:
-        """Build the selection. A rank's rows are ordered by batch entry, then in the model's order.
+        """Build the selection from the choice among all tokens. A rank's rows are ordered by batch entry, then in the
+        model's order.
 
-        The host waits for the device once, for the numbers of rows. On cards of one tile a fraction determines these.
+        The host waits for the device once, for the number of each rank's rows. With one tile a card and a fraction it
+        knows these, and does not wait.
 
         Args:
-            active_T: uint8, 1 for candidates that are sent, in the order of the cards and at last a 1.
-            fraction: share of a card's tokens that stay; None if a threshold decides.
+            active_T: uint8, 1 for tokens to send, of all that may stay unsent in the order of the cards; at last a 1.
+            layout: the tokens and heads of every rank in the call.
+            batch: rows of the batch.
+            cards: the places of the tokens.
+            fraction: share of a card's tokens that stay unsent; None if a threshold decides.
+            kernels: the operations, of which `compact` is used.
         """
         chosen_3N, end_R = kernels.compact(active_T, cards.order)
         ranks = layout.in_sequence
@@ -175,14 +205,17 @@ class Selection:
 
 
 def order_of_rows(layout: Layout, batch: int, candidates: Mapping[int, Tensor], device: torch.device) -> RowOrder:
-    """Return the order of all ranks' rows, with a table of three numbers for every row.
+    """Return the order in which the rows of all ranks are sent, with three indices for every row.
 
     [0]  its index in the flattened [B * S];
     [1]  its index in its rank's flattened [B * L];
     [2]  its index among its rank's tokens that may stay, in their flattened [B * N]; -1 if it is always sent.
 
     Args:
-        candidates: for every rank, its tokens that may stay as numbers among all candidates, [B, N].
+        layout: the tokens and heads of every rank in the call.
+        batch: rows of the batch.
+        candidates: for every rank, its tokens that may stay unsent, as numbers among those of all ranks, [B, N].
+        device: the device of the result.
     """
     always, tables = batch * sum(layout.may_stay), []
     for rank in layout.in_sequence:
@@ -201,10 +234,14 @@ def order_of_rows(layout: Layout, batch: int, candidates: Mapping[int, Tensor], 
 
 
 def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
-    """Return the blocks that scoring by card looks at, as two lists of ranks.
+    """Return which blocks of v the first tile of a rank's card looks at to score the card's tokens: two lists of ranks.
 
-    The first has the ranks of this rank's card, with its first tile, which scores, in front. The second has the ranks
-    whose heads belong to that tile's plane.
+    The first has the ranks of the card, ascending; the first of them scores. The second has the ranks whose heads are
+    used: those of that tile's plane.
+
+    Args:
+        topology: the ranks of the Ulysses group.
+        rank: a rank of the card.
     """
     card = sorted(topology.cards[topology.places[rank].card])
     plane = topology.places[card[0]].plane
@@ -213,7 +250,8 @@ def scored_blocks(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
 
 @dataclass
 class Drift:
-    """The counts of one step over a rank's layers."""
+    """The counts of V-Major in one denoising step, over all layers of one rank: how far v moved, and how many tokens
+    stayed."""
 
     change: float = 0.0  # sum of the L1 distances of v to its reference
     norm: float = 0.0  # sum of the L1 norms of the reference
@@ -222,57 +260,76 @@ class Drift:
 
     @classmethod
     def merged(cls, parts: Sequence[Drift]) -> dict[str, float | None]:
-        """Return the counts of several ranks as columns of a profile.
+        """Return the counts of several ranks as columns of the drift profile, by name.
 
-        These are "change" (mean relative change of v; None if nothing was compared) and "stable_fraction".
+        "change" is the mean relative change of v, None if nothing was compared. "stable_fraction" is the fraction of
+        the tokens that could stay unsent that did.
+
+        Args:
+            parts: the counts of each rank.
         """
         norm, tokens = sum(part.norm for part in parts), sum(part.tokens for part in parts)
         change = sum(part.change for part in parts) / norm if norm else None
         return {"change": change, "stable_fraction": sum(part.stable for part in parts) / tokens if tokens else 0.0}
 
 
-PENDING = 64  # most steps whose sums stay on the device
+PENDING = 64  # most steps whose sums of changes are kept on the device before the host reads them
 
 
 class DriftNotes:
-    """The record of v's drift on one rank. Sums stay on the device for many steps, because reading a number waits for
-    its queue."""
+    """The record of how far v moves from step to step on one rank, and of how many tokens stay unsent.
+
+    Sums are kept on the device for many steps, because reading a number makes the host wait for the device.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[int, Drift] = {}
         self._sums: dict[int, list[Tensor]] = defaultdict(list)  # on the device, not yet in `_steps`
 
     def ensure_step(self, step: int) -> None:
-        """Make an entry for a step."""
+        """Make an entry for a step if there is none, so that it appears in the profile even if nothing is scored."""
         if step not in self._steps and len(self._sums) >= PENDING:
             self.sync_to_host()
         self._steps.setdefault(step, Drift())
 
     def scored(self, step: int, scores_2BN: Tensor) -> None:
-        """Add the changes and norms of a call."""
+        """Add the scores of one attention call to a step.
+
+        Args:
+            step: index of the step.
+            scores_2BN: the changes of N tokens' v and the norms of their reference, see `SelectiveCall.score`.
+        """
         self.ensure_step(step)
         self._sums[step].append(scores_2BN.sum((1, 2), dtype=torch.float64))
 
     def chosen(self, step: int, tokens: int, stable: int) -> None:
-        """Add the choice of a call: the number of tokens that could stay, and of those that did."""
+        """Add the choice of one attention call to a step.
+
+        Args:
+            step: index of the step.
+            tokens: number of tokens that could stay unsent.
+            stable: number of tokens that did.
+        """
         self.ensure_step(step)
         noted = self._steps[step]
         noted.tokens, noted.stable = noted.tokens + tokens, noted.stable + stable
 
     def sync_to_host(self) -> None:
-        """Read the sums from the device. This is also called between runs, so that records of many runs take no more
-        memory there."""
+        """Read the sums from the device and add them to the counts of their steps.
+
+        It is also called between runs, so that records of many runs take no more memory on the device.
+        """
         for step, sums in self._sums.items():
             noted, (change, norm) = self._steps[step], torch.stack(sums).sum(0).tolist()
             noted.change, noted.norm = noted.change + change, noted.norm + norm
         self._sums.clear()
 
     def by_step(self) -> dict[int, Drift]:
-        """Return the counts by step."""
+        """Return the counts of every step so far, by step."""
         self.sync_to_host()
         return {**self._steps}
 
     def clear(self) -> None:
-        """Drop all counts."""
+        """Delete the counts and sums of all steps."""
         self._steps.clear()
         self._sums.clear()

@@ -23,12 +23,13 @@ from enum import Enum
 from cocodiff.comm.transport import RankContext
 from cocodiff.engine.sequence import SequenceRanks
 
-PARTS = 2
-SequenceOf = Callable[[RankContext], SequenceRanks]  # makes the sequence that some ranks share
+PARTS = 2  # number of parts of the ranks, each of which computes one guidance branch
+SequenceOf = Callable[[RankContext], SequenceRanks]  # makes the object for ranks that share one sequence
 
 
 class Sharing(Enum):
-    """The division of one call of the model among the ranks."""
+    """The ways in which one call of the model is divided between the ranks, which may form two parts with a guidance
+    branch each."""
 
     TOGETHER = "all ranks, as one sequence"
     ALIKE = "both parts, and one of them sends the result"

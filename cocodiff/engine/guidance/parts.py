@@ -22,14 +22,23 @@ from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.axes import Axes
 
-AT = "the other guidance branch"  # the name of all calls that the parts make together
+AT = "the other guidance branch"  # name, in errors, of all messages between the two parts
 
 
 class GuidanceParts:
-    """This rank's part of the ranks, and the messages to its partner: the rank at the same place in the other part."""
+    """This rank's part of the ranks, of two that compute a guidance branch each, and the messages to the other part.
+
+    Messages pass between partners: ranks at the same place in the two parts. They carry the model's output.
+    """
 
     def __init__(self, context: RankContext, sequence_of: SequenceOf) -> None:
-        """Make this rank's sequence and the group with its partner, together with all ranks of both parts."""
+        """Open the connections of this rank's part, and the communicator with its partner. All ranks of both parts do
+        so together.
+
+        Args:
+            context: this rank among the ranks of both parts.
+            sequence_of: makes the object for ranks that share one sequence.
+        """
         transport, topology = context.transport, context.topology
         axes, rank = Axes.build(topology, guidance=PARTS), transport.rank
         ranks = axes.branch(rank)
@@ -49,17 +58,27 @@ class GuidanceParts:
         self._next = self._calls = 0  # of the current step: branch of the next message, expected number of messages
 
     def begin_step(self, calls: int) -> None:
-        """Wait for all messages of the last step. calls: the new step's expected number of calls, equal in both
-        parts."""
+        """Begin a denoising step: wait for all messages of the last one.
+
+        Args:
+            calls: expected number of calls of the model in the step, the same in both parts.
+        """
         self.drain()
         self._next, self._calls = 0, calls
 
     def keeps(self, branch: int) -> bool:
-        """Return True if this part computes `branch` when the parts take calls in turns."""
+        """Return True if this part computes guidance branch `branch` (from 0) when each call of the model is made by
+        one of the parts."""
         return branch % PARTS == self.number
 
     def own_rows(self, arguments: Mapping[str, Any], rows: int) -> dict[str, Any]:
-        """Return a call's arguments with this part's half of every tensor that has `rows` rows along the batch."""
+        """Return a call's arguments with this part's half of the batch: of every tensor whose first dimension has
+        `rows` rows.
+
+        Args:
+            arguments: the call's arguments, by name.
+            rows: rows of the batch.
+        """
         half = rows // PARTS
 
         def cut(x: Tensor) -> Tensor:
@@ -68,8 +87,13 @@ class GuidanceParts:
         return {name: tree_map_only(Tensor, cut, value) for name, value in arguments.items()}
 
     def all_rows(self, output: Any) -> Any:
-        """Return a call's result with the rows of both parts, which exchange halves. Raise RuntimeError if the other
-        part failed to compute its half."""
+        """Exchange results with the partner, and return them put together: the rows of both parts, in order.
+
+        Raise RuntimeError if the other part failed to compute its half.
+
+        Args:
+            output: what the model returned for this part's half of the batch.
+        """
         own = self._message(output)
         others, exchanged = self._exchange_halves(own)
         exchanged.wait()
@@ -80,7 +104,13 @@ class GuidanceParts:
         )
 
     def send(self, output: Any, failed: bool = False) -> Any:
-        """Begin to send a copy of a call's result to the other part. Return the result, which may then be changed."""
+        """Start sending a copy of a call's result to the partner. Return the result itself, which may be changed at
+        once.
+
+        Args:
+            output: what the model returned.
+            failed: True to tell the partner that there is no result; `output` then has only its shapes.
+        """
         self._next += 1
         self._post_receives()
         copies = self._message(tree_map_only(Tensor, torch.clone, output), failed)
@@ -89,7 +119,7 @@ class GuidanceParts:
         return output
 
     def awaited(self, like: Any) -> Any:
-        """Return the result of a call of the model that the other part of the ranks computes, for a guidance branch.
+        """Return the result of a call of the model that the other part of the ranks computes, without waiting for it.
 
         Its tensors wait for their values when they are read. Reading raises RuntimeError if the other part failed.
 
@@ -118,8 +148,13 @@ class GuidanceParts:
         return tree_map_only(Tensor, lambda x: Awaited.over(x, wait), result)
 
     def fail(self, sharing: Sharing, like: Any) -> None:
-        """Tell the other part that this one could not compute a call of the current step. like: what the model returns
-        for such calls, or None if that is not known yet: then nothing is sent."""
+        """Tell the other part that this one could not compute a call of the current step.
+
+        Args:
+            sharing: how the call was divided between the parts.
+            like: a result with the shapes that the model returns for such calls. None if they are not known yet: then
+                nothing is sent.
+        """
         if like is None:
             return
         if sharing is Sharing.ROWS:
@@ -130,7 +165,7 @@ class GuidanceParts:
             self._make_up(like)
 
     def drain(self) -> None:
-        """Wait for all messages, also results that were never read."""
+        """Wait for all messages between the parts, also for results that were never read."""
         for receive in self._awaited:
             receive()
         for sent in self._sent:
@@ -138,13 +173,18 @@ class GuidanceParts:
         self._awaited, self._sent = [], []
 
     def _post_receives(self) -> None:
-        """Post the receives in the order in which the other part sends."""
+        """Post the receives that have been put off, in the order in which the other part sends."""
         for post in self._unposted:
             post()
         self._unposted = []
 
     def _make_up(self, like: Any) -> None:
-        """Send failures in place of this part's remaining results of the step, and receive those of the other part."""
+        """Exchange the remaining messages of the step after a failure: send failures, and receive what the other part
+        sends.
+
+        Args:
+            like: a result with the shapes that the model returns.
+        """
         while self._next < self._calls:
             if self.keeps(self._next):
                 self.send(self._without_values(like), failed=True)
@@ -152,7 +192,13 @@ class GuidanceParts:
                 self.awaited(like)
 
     def _check(self, failed: Tensor, like: Any = None) -> None:
-        """Raise RuntimeError if the other part reports a failure. like: a result of the remaining calls, see `fail`."""
+        """Raise RuntimeError if the other part reports a failure.
+
+        Args:
+            failed: the received flag: one element, not 0 after a failure.
+            like: a result with the shapes of the step's remaining calls, whose messages are then exchanged; None if
+                there are none.
+        """
         if not failed.item():
             return
         if like is not None:
@@ -161,28 +207,42 @@ class GuidanceParts:
         raise self._health.blame(RuntimeError(error))
 
     def _message(self, output: Any, failed: bool = False) -> list[Tensor]:
-        """Return a result as the tensors of its message: the flag of failure, and the result's own."""
+        """Return the tensors of the message that carries a result: first a flag that says if it failed, then the
+        result's own tensors."""
         flag = torch.full((1,), failed, dtype=torch.uint8, device=self._device)
         return [flag, *(x.contiguous() for x in tensors_in(output))]
 
     def _without_values(self, like: Any) -> Any:
-        """Return a result with uninitialised tensors of the same shapes and dtypes."""
+        """Return a result with new, uninitialised tensors of the same shapes and dtypes on this rank's device."""
         return tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=self._device), like)
 
     def _exchange_halves(self, own: Sequence[Tensor]) -> tuple[list[Tensor], LaneFuture[None]]:
-        """Begin to exchange results with the other part. Return the buffers that it arrives in, and the future."""
+        """Start exchanging results with the partner. Return the tensors that its message arrives in, and the future of
+        their arrival.
+
+        Args:
+            own: the tensors of this rank's message.
+        """
         others = [torch.empty_like(x) for x in own]
         self._begin(own)
         return others, self._lane.submit(self._pass, "exchange halves", own, others)
 
     def _pass(self, name: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Send and receive the tensors of one message. It runs in the lane; both parts call it in the same order."""
+        """Send and receive the tensors of one message with the partner. A background thread runs it, in the same order
+        in both parts.
+
+        Args:
+            name: name of the message in the trace.
+            sent: the tensors to send.
+            received: the tensors to fill.
+        """
         CALL.set(AT)  # the main thread may be in another call than the other part's
         with self._trace.span(name, "guidance"):
             self._group.collective([(x, self._peer) for x in sent], [(x, self._peer) for x in received]).wait()
 
     def _begin(self, sent: Sequence[Tensor]) -> None:
-        """Tell the watch over ranks that this rank begins a message with its partner, and count the bytes it sends.
+        """Tell the watch over lost ranks that this rank begins a message with its partner, and count the bytes that it
+        sends.
 
         Args:
             sent: the tensors that it sends; empty if it only receives.
@@ -193,14 +253,22 @@ class GuidanceParts:
 
 
 class Awaited(Tensor):
-    """A tensor whose values are still to be received: a view of the buffer that they arrive in. Its shape and views of
-    it are available at once. Any other function waits for the values first, and then runs on ordinary tensors."""
+    """A tensor whose values are still to be received: a view of the memory that they arrive in.
+
+    Its shape and views of it are available at once. Any other function waits for the values first, and then runs on
+    ordinary tensors.
+    """
 
     _wait: Callable[[], object]  # returns once the buffer has its values
 
     @classmethod
     def over(cls, buffer: Tensor, wait: Callable[[], object]) -> Awaited:
-        """Return a buffer as an awaited tensor. wait: called at every read, returns once the buffer has its values."""
+        """Return a tensor as one whose values are still to be received. They share memory.
+
+        Args:
+            buffer: the memory that the values arrive in.
+            wait: called at every read; returns once the values have arrived.
+        """
         awaited = buffer.as_subclass(cls)
         awaited._wait = wait
         return awaited
@@ -223,15 +291,17 @@ class Awaited(Tensor):
 
 
 def functions_named(*names: str) -> set[Any]:
-    """Return the functions of these names, as methods of tensors and in torch."""
+    """Return the functions of torch that have these names: methods of tensors, and functions of the module `torch`."""
     return {getattr(of, name) for name in names for of in (Tensor, torch) if hasattr(of, name)}
 
 
 PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "nbytes")
 PLACES = ("is_cuda", "is_xpu", "is_cpu", "is_meta")
+# The functions and properties of tensors that need no values.
 WITHOUT_VALUES = functions_named(
     *("size", "dim", "stride", "numel", "element_size", "is_floating_point", "is_complex", "is_contiguous", "__len__")
 ) | {getattr(Tensor, name).__get__ for name in (*PROPERTIES, *PLACES)}
+# The functions that return views of a tensor.
 VIEWS = functions_named(
     *("chunk", "split", "narrow", "select", "unbind", "view", "transpose", "permute", "squeeze", "unsqueeze"),
     "__getitem__",
@@ -239,9 +309,14 @@ VIEWS = functions_named(
 
 
 def _is_view(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if a call of a function of VIEWS only makes a view of an awaited tensor, and so needs no values yet.
+    """Return True if a call of one of the functions in VIEWS only makes a view of an awaited tensor, and so needs no
+    values yet.
 
     Indexing makes one with integers, slices, None and `...`, but not with tensors or lists.
+
+    Args:
+        func: the function that is called.
+        args: its arguments.
     """
     if func is not Tensor.__getitem__:
         return isinstance(args[0], Awaited)
