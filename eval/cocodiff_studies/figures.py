@@ -61,7 +61,7 @@ ABOUT = """
 `cocodiff papers` makes this page: it runs the commands below each table and reads what they write. Figures are
 *measured* on one host, *emulated*: measured there on links with a machine's proportions, or *planned*: arithmetic
 alone. A name beside a figure is that of its command, or a pattern of several, whose mean it is. "A over B" is how many
-times as fast as B A is, "A / B" A's time over B's. Made by {version} on {day}, {cores} cores."""
+times as fast A is, "A / B" A's time over B's. Made by {version} on {day}, {cores} cores."""
 HEAD = "| figure | what | paper | ours | why they differ |"
 OPTIONS = (
     Option("paper", "papers to make; default: all", None, many=True, choices=tuple(sorted(shipped_names("papers")))),
