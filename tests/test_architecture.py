@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "design.md").read_text()
 OF_ENGINE = re.findall(r"(?m)^\| `(\w+)/` \|", PAGE)
 OF_HARNESS = re.findall(r"`(\w+)/`", PAGE.partition("`eval/cocodiff_eval/` is")[2].partition("`eval/")[0])
-# Rooms, in the order of that page: each may import those before it and itself. A name covers what is below it.
-ROOMS = [
-    *("cocodiff_sycl", *(f"cocodiff.{room}" for room in OF_ENGINE[:-1])),
+# Packages, in the order of that page: each may import those before it and itself. A name covers what is below it.
+PACKAGES = [
+    *("cocodiff_sycl", *(f"cocodiff.{package}" for package in OF_ENGINE[:-1])),
     *("cocodiff.__init__", f"cocodiff.{OF_ENGINE[-1]}", "cocodiff.__main__"),
-    *(*(f"cocodiff_eval.{room}" for room in OF_HARNESS), "cocodiff_eval.__init__"),
+    *(*(f"cocodiff_eval.{package}" for package in OF_HARNESS), "cocodiff_eval.__init__"),
     *("cocodiff_bench", "cocodiff_studies"),
 ]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -83,16 +83,16 @@ def covers(rule: str, name: str) -> bool:
     return name == rule or name.startswith(rule + ".")
 
 
-def room_of(module: str) -> int:
-    """The number of a module's room."""
-    return next((number for number, room in enumerate(ROOMS) if covers(room, module)), -1)
+def package_of(module: str) -> int:
+    """The number of a module's package."""
+    return next((number for number, package in enumerate(PACKAGES) if covers(package, module)), -1)
 
 
-def test_rooms_import_what_stands_above_them():
+def test_packages_import_what_stands_above_them():
     unfit = {}
     for path in SOURCES:
         name = module_name(path)
-        unfit[name] = {one for one in imports_of_ours(path) if not 0 <= room_of(one) <= room_of(name)}
+        unfit[name] = {one for one in imports_of_ours(path) if not 0 <= package_of(one) <= package_of(name)}
     assert {module: names for module, names in unfit.items() if names} == {}
 
 
@@ -105,16 +105,16 @@ def test_rooms_import_what_stands_above_them():
         ("cocodiff_studies", ("cocodiff_studies",)),
     ],
 )
-def test_outer_rooms_are_used_by_few(inner, users):
+def test_outer_packages_are_used_by_few(inner, users):
     """The command line finds the harness, benchmarks and studies by name."""
     importers = {module_name(path) for path in SOURCES if any(covers(inner, name) for name in imports_of_ours(path))}
     assert {name for name in importers if not any(covers(user, name) for user in users)} == set()
 
 
-def test_rooms_are_few_and_every_file_is_in_one_that_the_design_names():
+def test_packages_are_few_and_every_file_is_in_one_that_the_design_names():
     """Whoever reads the list of folders has read the architecture."""
     assert len(OF_ENGINE) <= 12 and len(OF_HARNESS) <= 6 and OF_ENGINE[-1] == "cli"
-    assert [str(path) for path in SOURCES if room_of(module_name(path)) < 0] == []
+    assert [str(path) for path in SOURCES if package_of(module_name(path)) < 0] == []
     assert len(SOURCES) <= 220
 
 
@@ -145,8 +145,8 @@ def test_an_exact_run_imports_the_library_alone():
     files = {module_name(path).removesuffix(".__init__"): path for path in SOURCES}
     imported = [name for name in run.stdout.split() if name in files]
     outer = ("planner", "jobs", "cli")
-    rooms = (*(f"cocodiff.{room}" for room in outer), "cocodiff_eval", "cocodiff_bench", "cocodiff_studies")
-    assert [name for name in imported if any(covers(room, name) for room in rooms)] == []
+    packages = (*(f"cocodiff.{package}" for package in outer), "cocodiff_eval", "cocodiff_bench", "cocodiff_studies")
+    assert [name for name in imported if any(covers(package, name) for package in packages)] == []
     assert "cocodiff.engine.engine" in imported
     assert sum(len(code_lines(files[name])) for name in imported) <= 5600
 

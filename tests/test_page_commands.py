@@ -18,8 +18,10 @@ import pytest
 import tifffile
 import zarr
 from cocodiff_studies.figures import Paper
+from launching import assert_succeeded
 from PIL import Image
 from scipy import ndimage
+from warm_ranks import warm_mpiexec
 
 from cocodiff.cli import main as cli
 from cocodiff.config.config import shipped_names
@@ -137,6 +139,20 @@ def test_it_runs(files: Path, words: Sequence[str], monkeypatch: pytest.MonkeyPa
     dry = ["--dry_run"] if words[0] == "inpaint" else []
     assert cli.run_command([*words, *dry]) == 0, capsys.readouterr().err
     assert sorted(files.rglob("*")) == before  # no plan writes without --out
+
+
+@pytest.mark.full
+def test_the_first_pipeline_sends_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its image is one process's up to rounding."""
+    page = (ROOT / "docs" / "first-pipeline.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "parallel.py").write_text(script)
+    shutil.copy(ROOT / "cocodiff/demo_model/samples/tooth.tif", tmp_path / "slice.tif")
+    monkeypatch.chdir(tmp_path)
+    done = warm_mpiexec(2, tmp_path / "parallel.py")
+    assert_succeeded(done)
+    ((difference, sent),) = re.findall(r"one process: (\S+); (bytes sent: .*)", done.stdout)
+    assert float(difference) < 1e-5 and sent in page
 
 
 def spoilt_scan() -> dict[str, np.ndarray]:

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -56,10 +57,12 @@ UNITS = {  # by unit: the factor for a number, and its format
 LINE = 120
 TITLE = "# How do the papers' figures compare with ours?"
 ABOUT = """
+**For** readers of the five papers. **Afterwards** you know which of their figures hold here, and can make each again.
 `cocodiff papers` makes this page: it runs the commands below each table and reads what they write. Figures are
 *measured* on one host, *emulated*: measured there on links with a machine's proportions, or *planned*: arithmetic
-alone. A row names the command that made it, or several, whose mean it is. Made by {version} on {day}, {cores} cores."""
-HEAD = "| figure | what | paper | ours | made by | why they differ |"
+alone. A name beside a figure is that of its command, or a pattern of several, whose mean it is. "A over B" is how many
+times as fast A is, "A / B" A's time over B's. Made by {version} on {day}, {cores} cores."""
+HEAD = "| figure | what | paper | ours | why they differ |"
 OPTIONS = (
     Option("paper", "papers to make; default: all", None, many=True, choices=tuple(sorted(shipped_names("papers")))),
     Option("runs", "of these, commands alone whose name begins so", None, many=True),
@@ -358,33 +361,60 @@ def section(paper: Paper, results: Mapping[str, Any], folder: Path, name: str, a
         name: the paper's name, with which the pictures' names begin.
         asked: names of the requested runs.
     """
-    lines = [f"## {paper.title}", textwrap.fill(f"{paper.source}. {paper.setting}", LINE), ""]
-    every = {one: run.made for name_of, run in paper.commands.items() for one, _ in run.named(name_of)}
-    every |= {one: "measured" for one in results if one.startswith(CAMPAIGN)}
-    lines += [HEAD, "| --- " * 6 + "|"]
+    rows = [(row, value_of(results, row)) for several in paper.rows for row in repeated(several)]
+    wanted = [
+        (row, value)
+        for row, value in rows
+        if value is not None or any(re.fullmatch(row["of"]["run"], one) for one in asked)
+    ]
+    about, usual = f"{paper.source}. {paper.setting}", usual_command([row for row, _ in wanted])
+    if usual:
+        made = next(run.made for key, run in paper.commands.items() for one, _ in run.named(key) if one == usual)
+        about += f" Figures without a name: {made}, `{usual}`."
+    lines = [f"## {paper.title}", textwrap.fill(about, LINE), "", HEAD, "| --- " * 5 + "|"]
     told = ""
-    for row in (one for several in paper.rows for one in repeated(several)):
-        value, name_of = value_of(results, row), row["of"]["run"]
-        if value is None and not any(re.fullmatch(name_of, one) for one in asked):
-            continue
+    for row, value in wanted:
+        name_of = row["of"]["run"]
         why = "" if row.get("why") == told else row.get("why", "")  # only once for consecutive rows
         told = row.get("why", "")
-        how = next(made for one, made in every.items() if re.fullmatch(name_of, one))
         said = row.get("said", {}).get(row["what"], row.get("paper", ""))
-        cells = [row["figure"], row["what"], said, shown(value, row.get("unit", "")), f"{how}, `{name_of}`", why]
+        ours = shown(value, row.get("unit", "")) + ("" if name_of == usual else f", `{name_of}`")
+        cells = [row["figure"], row["what"], said, ours, why]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "```sh"]
-    for one, run in paper.commands.items():
-        lines += [f"# {one}: {MADE[run.made]}", f"cocodiff {run.command}"]
-        for key, words in run.each.items():
-            told_words = [name if name == of else f"{name}: {of}" for name, of in words.items()]
-            lines.append(f"#   {key}: {'; '.join(told_words)}")
-    lines.append("```")
+    lines += ["", "```sh", *command_lines(paper), "```"]
     for number, curve in enumerate(paper.curves, 1):
         picture = f"{name}-{number}.png"
         if draw(folder / picture, curve, results):
             lines += ["", f"![{curve['title']}]({picture})"]
     return "\n".join([*lines, "", paper.notes]).strip()
+
+
+def usual_command(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the name of the command that most rows have their figures of; "" if it has no more than half of them.
+
+    Args:
+        rows: the table's rows, of which those of a campaign do not count.
+    """
+    found = Counter(row["of"]["run"] for row in rows if not row["of"]["run"].startswith(CAMPAIGN))
+    return next((name for name, number in found.items() if number > found.total() / 2), "")
+
+
+def command_lines(paper: Paper) -> list[str]:
+    """Return the lines that list a paper's commands. What a command has in common with the one before is left out.
+
+    Args:
+        paper: the paper.
+    """
+    lines, before = list[str](), dict[str, str]()
+    for name, run in paper.commands.items():
+        lines.append(f"# {name}: {MADE[run.made]}")
+        own = {"": f"cocodiff {run.command}"}
+        for key, words in run.each.items():
+            values = [one if one == of else f"{one}: {of}" for one, of in words.items()]
+            own[key] = f"#   {key}: {'; '.join(values)}"
+        lines += [line for key, line in own.items() if before.get(key) != line]
+        before |= own
+    return lines
 
 
 def draw(path: Path, curve: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
