@@ -53,7 +53,8 @@ class StopRequest:
 def stop_requests() -> Iterator[StopRequest]:
     """Record SIGINT, SIGTERM, SIGHUP and SIGQUIT in a flag while the block lasts, instead of ending this process.
 
-    Yield the flag. Signals that are ignored stay ignored, for instance SIGHUP under nohup. The earlier handlers are restored.
+    Yield the flag. Signals that are ignored stay ignored, for instance SIGHUP under nohup. The earlier handlers are
+    restored.
     """
     stop = StopRequest()
     heeded = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
@@ -66,7 +67,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def ignore_stops() -> None:
-    """Ignore SIGINT, SIGTERM, SIGHUP and SIGQUIT in this process: in a child, since its parent handles them."""
+    """Ignore SIGINT, SIGTERM, SIGHUP and SIGQUIT from now on: in forked children, and while Python exits after the work."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
