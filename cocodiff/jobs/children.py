@@ -67,7 +67,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def ignore_stops() -> None:
-    """Ignore SIGINT, SIGTERM, SIGHUP and SIGQUIT from now on: in forked children, and while Python exits after the work."""
+    """Ignore SIGINT, SIGTERM, SIGHUP and SIGQUIT from now on: in forked children, and while Python exits."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -231,7 +231,7 @@ class OutputFolder:
         return self.resume
 
     def _replaces(self) -> bool:
-        """Return True if existing results may be replaced: with --overwrite, or if the run to be resumed began with it."""
+        """Return True if existing results may be replaced: with --overwrite, or if the resumed run began with it."""
         header = self.store.header() if self.resume else None
         return self.overwrite or (header is not None and header.get("overwrite") is True)
 
@@ -304,7 +304,8 @@ class OutputFolder:
     def _take_lock(self) -> int:
         """Lock the folder of results for this run and return the lock file's descriptor.
 
-        Raise UserError if another run has it locked. Ranks that are forked later share the descriptor, so the lock is free when the run's last process has ended.
+        Raise UserError if another run has it locked. Ranks that are forked later share the descriptor, so the lock is
+        free when the run's last process has ended.
         """
         while True:
             lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
