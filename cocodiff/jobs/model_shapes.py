@@ -126,7 +126,7 @@ def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str,
 
 
 def family_of_class(name: str) -> Family | None:
-    """Return the family of models whose transformer is of a class of diffusers; None if `plan` can describe none.
+    """Return the family of models whose transformer is a given class of diffusers; None if `plan` knows none.
 
     name: name of the class, such as "FluxTransformer2DModel"
     """
