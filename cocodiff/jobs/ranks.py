@@ -58,7 +58,7 @@ class End:
         return {"done": 0, "mistake": 2, "interrupted": 130}.get(self.kind, 1)
 
     def error(self, own: int) -> UserError | PeerLost:
-        """Return the error to raise for a job that has failed because a rank came to this end.
+        """Return the error to raise for a job that has failed because a rank ended in this way.
 
         own: number of that rank
         """
@@ -322,7 +322,7 @@ def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket)
         launch: the rank's number, and how it meets the others
         run: function that runs a rank, see `_run_rank`
         notes: files for the ends and the output of all ranks
-        listener: socket on which rank 0 listens for the other ranks, which send it signs of life
+        listener: socket on which rank 0's health watch listens for the other ranks' heartbeats
     """
     rank, log = launch.local_rank, notes.log_of(launch.local_rank)
     if rank:
