@@ -56,12 +56,12 @@ class Group(ABC):
     """
 
     ranks: tuple[int, ...]  # numbers of the members, in the order of their indices
-    index: int  # of this rank in `ranks`
+    index: int  # index of this rank in `ranks`
     # True if a receive may be posted in an earlier call than its peer's send, or in a call without sends. Otherwise
     # both sides list a message in calls of the same number.
     receives_ahead = True
     at_once = False  # True if `collective` is one all-to-all of the library, which every rank of the group has to call
-    device = torch.device("cpu")  # of messages that the group makes itself
+    device = torch.device("cpu")  # device of messages that the group makes itself
 
     @abstractmethod
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
@@ -111,13 +111,13 @@ class Transport(ABC):
     Errors and `health` name ranks by their numbers in the whole run.
     """
 
-    rank: int  # of this process among these ranks
+    rank: int  # number of this process among these ranks, from 0
     size: int  # number of these ranks
     # None of its jobs waits for another lane.
     control: Lane  # runs what all ranks do together in program order: set-up, selections, gathers of outputs
-    world: Group  # all these ranks, for jobs of the control lane
-    device: torch.device  # of messages
-    health: Health  # finds lost ranks
+    world: Group  # group of all these ranks, for jobs of the control lane
+    device: torch.device  # device of the messages' tensors
+    health: Health  # the watch over lost ranks
     _closed = False
 
     @abstractmethod
@@ -161,23 +161,24 @@ class Transport(ABC):
         return self.size
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Tell the watch over lost ranks that a call begins that all ranks of this transport make, or all of `among`.
+        """Tell the watch over lost ranks that this rank begins a call that all ranks of this transport make.
 
-        See `Health.arrive`.
+        A rank that never makes it is reported as lost, if others wait for it.
 
         Args:
             at: name of the call.
-            among: the ranks that make it, by numbers in the whole run; () for all.
+            among: the ranks that make it, by numbers in the whole run, if not all do; () for all.
         """
         self.health.arrive(at, among if len(among) < self.size else ())
 
     def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
-        """Run `job` on the control lane, a background thread, and return its result. All ranks call this, or all of
-        `among`.
+        """Run a job that communicates on the control lane, a background thread, and wait for its result.
 
-        A lost peer ends the wait with PeerLost. The result must not have tensors of a device.
+        All ranks call this, or all of `among`. A lost peer ends the wait with PeerLost. The result must not have
+        tensors of a device.
 
         Args:
+            job: function without arguments.
             at: name of the call, for the watch over lost ranks.
             among: the ranks that call this, by numbers in the whole run; () for all.
         """
@@ -304,15 +305,16 @@ class LaneOwner(Transport):
 
 
 class PartGroup(Group):
-    """A view of a group: the same ranks or some of them, with other numbers and in another order."""
+    """A view of a group of ranks: the same ranks or some of them, with other numbers and in another order."""
 
     def __init__(self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device) -> None:
-        """Wrap a group.
+        """Wrap a group, whose communicator is used.
 
         Args:
-            ranks: the new numbers of the members.
-            members: the index in `group` of each of `ranks`.
-            device: of the messages.
+            group: the group.
+            ranks: the new numbers of the view's members.
+            members: for each of `ranks`, its index in `group`.
+            device: device of the messages.
         """
         self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
@@ -384,25 +386,28 @@ class SubTransport(Transport):
 
 @dataclass(eq=False)
 class RankContext:
-    """The transport, places, record and kernels of one rank among the ranks that it computes with."""
+    """The surroundings of one rank: its connections, its place on the machine, its record and its kernels.
 
-    transport: Transport  # of these ranks
-    topology: Topology  # the places of these ranks
-    trace: Trace  # counts the bytes that this rank sends
-    kernels: Kernels
+    The ranks are those that share a sequence with it.
+    """
+
+    transport: Transport  # connections between these ranks
+    topology: Topology  # the places of these ranks on the machine
+    trace: Trace  # the record that counts the bytes that this rank sends
+    kernels: Kernels  # the operations that this rank computes with
 
     @property
     def rank(self) -> int:
-        """The number of this rank among these ranks."""
+        """The number of this rank among the ranks that it computes with."""
         return self.transport.rank
 
     def count(self, peer: int, sent_bytes: int, whole_bytes: int = 0) -> None:
-        """Count bytes in the trace by the class of the link to a peer.
+        """Record the size of a message to a peer in this rank's trace, by the kind of link to the peer.
 
         Args:
-            peer: the rank that they are sent to.
+            peer: number of the rank that it is sent to.
             sent_bytes: bytes of the message.
-            whole_bytes: the bytes that the message would have without encoding.
+            whole_bytes: bytes that the message would have without encoding.
         """
         link = self.topology.link_class(self.rank, peer)
         self.trace.count(link, sent_bytes)
