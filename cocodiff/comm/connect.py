@@ -276,7 +276,7 @@ def _settle(future: Future[T], job: Callable[[], T]) -> None:
 def _store_address() -> str:
     """Return the address of the launcher's store (torch.distributed's) for errors, as " at HOST:PORT".
 
-    It is "" if the process group of the calling program is used.
+    It is "" if torch.distributed is initialised already, so that its own store is used.
     """
     return "" if dist.is_initialized() else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 

@@ -388,7 +388,7 @@ class SubTransport(Transport):
 class RankContext:
     """The surroundings of one rank: its connections, its place on the machine, its record and its kernels.
 
-    The ranks are those that share a sequence with it.
+    They concern the ranks that it computes with, which may be some of the run's.
     """
 
     transport: Transport  # connections between these ranks

@@ -121,9 +121,11 @@ class VolumeRestoration:
     def prepared(self, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return slices along an axis as the model gets them, normalised and filled under the mask, and their masks.
 
+        Both are lists of [rows, columns], in the order of `indices`.
+
         Args:
             axis: "z", "y" or "x".
-            indices: the slices.
+            indices: indices of the slices along the axis.
         """
         masks = [self.mask(axis, index) for index in indices]
         pairs = zip(indices, masks, strict=True)
@@ -148,7 +150,7 @@ class VolumeRestoration:
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
     def file(self, name: str, axis: str = "z", sample: int = 0) -> Restored:
-        """Return the file that holds the masked voxels of the volume, as one preset or method has restored them.
+        """Return the file that holds the volume's masked voxels as one preset, or one method without a model, restored.
 
         Args:
             name: a preset, or a method without a model, which has no axis and no samples.
@@ -183,7 +185,7 @@ class VolumeRestoration:
 
     @cached_property
     def judged(self) -> list[np.ndarray]:
-        """The hidden voxels that each round of the test is judged by: their indices [z, y, x], int [P, 3] for each."""
+        """The hidden voxels by which each round of the volume's test is judged: for each their indices, int [P, 3]."""
         return [*map(self.volume.judged, self.hidden)]
 
     @cached_property
@@ -298,7 +300,7 @@ class Restoring(Work):
 
     @abstractmethod
     def results(self) -> dict[str, Restored]:
-        """Return the files that the unit of work writes to, by preset, or by method without a model."""
+        """Return the files that the unit of work writes restored voxels to, by the name of the preset or method."""
 
     @abstractmethod
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
@@ -309,7 +311,10 @@ class Restoring(Work):
         """
 
     def sums(self) -> list[int]:
-        """Return the CRC-32 of each slice of the unit of work in each of its files, as they are on the disk."""
+        """Return checksums (CRC-32) of what the unit of work wrote: of each slice in each of its files on the disk.
+
+        A resumed job compares them with the store's.
+        """
         return [zlib.crc32(one.read(n).tobytes()) for one in self.results().values() for n in self.indices]
 
 
