@@ -51,7 +51,7 @@ OPTIONS = common.with_common_options(
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that cannot be measured, and on a single rank, which shares the model with none.
+    """Raise UserError for options of `bench latte` that cannot be measured, and for a single rank.
 
     Args:
         values: the command's options.
@@ -135,9 +135,10 @@ def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Time one step of every variant, each on its own copy of the model. Rank 0 prints and writes the results.
+    """Run one rank's part of `bench latte`: time a step of every variant, each on its own copy of the model.
 
-    The largest difference of a variant's output to the first variant's is printed too.
+    Rank 0 prints and writes the results. The largest difference of a variant's output to the first variant's is printed
+    too.
 
     Args:
         values: the command's options.

@@ -490,7 +490,7 @@ class Group:
         }
 
     def _below(self, candidate: int, bound: Bound) -> list[str]:
-        """Return the names of the checked slices whose quality, with a candidate setting, breaks the bound.
+        """Return the names of the slices whose quality, with a candidate setting, breaks the bound.
 
         Args:
             candidate: index of the candidate setting.
