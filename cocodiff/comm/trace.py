@@ -116,8 +116,10 @@ class Trace:
             self._kernels.clear()
 
     def record(self) -> dict[str, Any]:
-        """Return everything as plain data, for gathering from all ranks: rank, spans, dropped, bytes and kernels by
-        these names."""
+        """Return the whole record as plain data, to gather it from all ranks.
+
+        Its keys are rank, spans, dropped (number of spans not kept), bytes and kernels.
+        """
         with self._lock:
             counts = {"dropped": self.dropped, "bytes": dict(self._bytes), "kernels": dict(self._kernels)}
             return {"rank": self.rank, "spans": list(self.spans), **counts}

@@ -76,13 +76,14 @@ class Group(ABC):
         return self.send_recv(sends, recvs)
 
     def together(self) -> Group:
-        """Return a group of the same ranks whose `collective` is one all-to-all of the library, instead of a message
-        for each peer. Raise UserError if the library has none."""
+        """Return a group of the same ranks whose `collective` is one all-to-all of the communication library.
+
+        Other groups send a message to each peer. Raise UserError if the library has no all-to-all.
+        """
         raise UserError("messages alltoall: these ranks have no all-to-all of a library: use --transport gloo or xccl")
 
     def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        """Start sending sends[p] to every peer p, all at the same time, and receiving recvs[p] from it. Return what to
-        wait for.
+        """Start an all-to-all: send sends[p] to every peer p, and receive recvs[p] from it. Return what to wait for.
 
         Both lists have a tensor for each rank of the group. This rank's own tensor is copied at once.
         """
@@ -425,10 +426,9 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
 
 
 def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int, Tensor]:
-    """Send bytes to some peers and receive bytes from others: first the sizes, then the bytes. Return what was
-    received, by peer.
+    """Send bytes to some peers and receive bytes of unknown sizes from others. Return those received, by peer.
 
-    This blocks; it is for jobs of a background thread (`Lane`).
+    Sizes are sent first. This blocks; it is for jobs of a background thread (`Lane`).
 
     Args:
         group: a group for messages in host memory.

@@ -216,8 +216,14 @@ def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
 
 
 def in_blocks(size: int, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
-    """Return the output of attention, computed for `size` keys at a time, with the partial results merged as rings
-    do."""
+    """Return the output of attention, computed for one block of keys at a time. Partial results are merged as rings do.
+
+    Args:
+        size: number of keys of a block.
+        q_BLHD: the queries.
+        k_BSHD: the keys.
+        v_BSHD: the values.
+    """
     pairs = zip(k_BSHD.split(size, 1), v_BSHD.split(size, 1), strict=True)
     parts = (partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
     return all_merged(Kernels(), parts).out_BLHD.to(q_BLHD.dtype)

@@ -99,10 +99,10 @@ class Prepared:
         return cls(values, ranks, request, presets, output, started, quality=quality)
 
     def partitioned(self, **work: Any) -> Prepared:
-        """Return the job with its ranks divided into replicas and parts for guidance, and with the settings that follow
-        from that.
+        """Return a copy of the job with its ranks divided into replicas and parts for guidance.
 
-        Raise UserError if the ranks cannot be divided as options ask, or the model does not fit in memory.
+        Settings that follow from the division are set in it. Raise UserError if the ranks cannot be divided as options
+        ask, or the model does not fit in memory.
 
         Args:
             work: arguments of `partition_of` on the amount of work: `images`, `batches` and others.

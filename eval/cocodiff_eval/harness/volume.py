@@ -405,10 +405,9 @@ class HiddenRound:
         return self.own[axis][made_S | ~made_S.any()].mean(axis=0)
 
     def blocks(self) -> np.ndarray:
-        """Return for each judged voxel the number of its hidden region, and the indices [z, y, x] of its cube, int [P,
-        4].
+        """Return the block of each judged voxel, int [P, 4]. The errors of different blocks count as independent.
 
-        Cubes have BLOCK voxels a side. Their errors count as independent.
+        A block is named by the number of the hidden region, and the indices [z, y, x] of a cube of BLOCK voxels a side.
         """
         return np.column_stack([self.hidden.numbers(self.points_P3), self.points_P3 // BLOCK])
 
@@ -527,10 +526,9 @@ class Evidence:
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     def choose_axes(self, allowed: Sequence[Sequence[str]]) -> Sequence[str]:
-        """Return the set of axes along which the model's mean has the least squared error; empty if it has restored
-        nothing.
+        """Return the set of axes along which the model's mean has the least squared error at hidden voxels.
 
-        Sets that restore fewer voxels than others are not chosen.
+        It is empty if the model has restored nothing. Sets that restore fewer voxels than others are not chosen.
 
         Args:
             allowed: the sets of axes to choose from, of "z", "y" and "x".

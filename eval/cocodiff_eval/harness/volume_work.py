@@ -81,20 +81,19 @@ class VolumeRestoration:
 
     @property
     def read_along(self) -> list[str]:
-        """The axes along which slices are read: those that may be restored, and for a test on hidden regions also z and
-        y.
+        """The axes along which the volume's slices are read.
 
-        Methods without a model read windows of the volume's copy whose slices lie along y.
+        They are those that may be restored. For a test on hidden regions they include z and y: methods without a model
+        read windows of the volume's copy whose slices lie along y.
         """
         wanted = {*self.volume.axes} | ({"y", "z"} if self.volume.tested else set())
         return [axis for axis in AXES if axis in wanted]
 
     def turned(self, axis: str) -> tuple[Reoriented, Reoriented]:
-        """Return the files with copies of the volume's voxels and of its mask, in this order, whose slices lie along an
-        axis.
+        """Return two files with copies of the volume's voxels and of its mask, whose slices lie along another axis.
 
         Args:
-            axis: "y" or "x".
+            axis: "y" or "x", the axis of the slices.
         """
         stack, name = self.task.stack, self.folder / f"{self.number}-{axis}"
         voxels = Reoriented(name.with_suffix(".voxels"), axis, stack.shape, stack.dtype)
@@ -393,10 +392,9 @@ class MethodUnit(Restoring):
 
 @dataclass(frozen=True)
 class Trial(Work):
-    """A unit of work of the test on hidden regions: all methods without a model, in one round. It has no axis and no
-    slices.
+    """A unit of work of the test on hidden regions: all methods without a model restore them, in one round of the test.
 
-    The store keeps the restored values of the voxels that the round is judged by.
+    It has no axis and no slices. The store keeps the restored values of the voxels that the round is judged by.
     """
 
     round: int  # number of the round

@@ -144,8 +144,9 @@ def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray, drops: bool = Tru
 
 
 def samples_along(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of samples that are made along each axis: as equal as possible, one more for axes of larger
-    weight.
+    """Divide a number of samples among the axes along which a volume is restored. Return the number for each axis.
+
+    Numbers are as equal as possible; axes of larger weight get one more.
 
     Args:
         samples: number of all samples, at least one for each axis.

@@ -326,15 +326,14 @@ def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.n
 def _lattice(
     survey: Survey, boxes: Sequence[Box], weights: np.ndarray, new_ZYX: np.ndarray, rng: np.random.Generator
 ) -> tuple[float, list[Piece]]:
-    """Return a random lattice of hidden regions: its worth, which is larger the more useful cells it hides, and its
-    regions.
+    """Return (worth, regions) of a random lattice of hidden regions. The worth grows with the useful cells hidden.
 
     Regions are in cells of the survey's grid. Cells count more if no earlier round has hidden them, and if the
     surroundings look like those of the mask's part.
 
     Args:
         survey: the volume's mask and appearance on a coarse grid.
-        boxes: the mask's parts.
+        boxes: the mask's parts, as (start, shape) in cells.
         weights: probability of each part.
         new_ZYX: True for cells that no earlier round has hidden.
         rng: draws the lattice.
@@ -454,11 +453,10 @@ def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
 
 
 def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
-    """Choose the slices along each axis that a test restores, so that they cross the hidden regions. Return their
-    numbers.
+    """Choose the slices along each axis that a test restores, so that they cross the hidden regions.
 
-    They are ascending, evenly spaced from a random one on, and each stretch of slices that regions cover has the same
-    number of them.
+    Return the slices' numbers, ascending, by axis. They are evenly spaced from a random one on. Each stretch of slices
+    that regions cover has the same number of them.
 
     Args:
         pieces: the hidden regions, in voxels.

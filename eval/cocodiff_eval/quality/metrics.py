@@ -190,11 +190,11 @@ def slice_jumps(
     masked: Sequence[bool],
     progress: Progress = unwatched,
 ) -> dict[str, float | None]:
-    """Return, for each restoration of a volume, the mean difference of neighbouring slices, divided by that of the
-    truth.
+    """Return, by restoration of a volume, how much its neighbouring slices differ, relative to those of the truth.
 
-    Voxels that are masked in one of two neighbours count. Below 1 a restoration is smoother across slices than the
-    truth. It is None if no neighbouring slices of the truth are finite and differ.
+    It is the mean absolute difference of neighbouring slices, divided by that of the truth. Voxels that are masked in
+    one of two neighbours count. Below 1 a restoration is smoother across slices than the truth. It is None if no
+    neighbouring slices of the truth are finite and differ.
 
     Args:
         read: function of a slice's index that returns the mask, the truth [Y, X] and the restorations by name.
@@ -221,8 +221,9 @@ def slice_jumps(
 def distance_db(
     scale: IntensityRange, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """Return the PSNR in dB of a slice against the exact run's, under the mask; None if all bits are equal or none is
-    masked.
+    """Return the PSNR in dB of a slice under the mask, compared with the slice that the exact run restored.
+
+    Return None if all bits are equal, or no voxel is masked.
 
     Args:
         scale: the range that normalises the images.
@@ -451,8 +452,11 @@ class StepsFigure(NamedTuple):
 
 
 def step_figures(rows: Sequence[Mapping[str, Any]]) -> list[StepsFigure]:
-    """Return the report's figure for each preset that coded or displaced tensors, a mean over the rows of
-    `metrics.json`."""
+    """Return a figure for the report for each preset that coded or displaced tensors: a mean over slices or images.
+
+    Args:
+        rows: rows of metrics.json.
+    """
     lossy = (row for row in rows if row.get("drift") and "sent_fraction" in row["drift"][0])
     profiles = by_key((row["mode"], row["drift"]) for row in lossy)
     return [_figure(mode, mean_profile(of_mode)) for mode, of_mode in profiles.items()]
