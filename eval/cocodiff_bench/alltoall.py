@@ -219,6 +219,7 @@ def exchange_variant(config: Config, topology: Topology, transport: Any, trace: 
     exchange = Exchange(config.exchange, context, table, config.nic_balance, chunked, together)
 
     def run(blocks: Blocks) -> Tensor:
+        """Exchange this rank's blocks with all ranks. Return the received blocks by sender, [ranks, L, D]."""
         sent = Transfer(exchange, blocks.layout).send(x=blocks.x_BLHD)
         return sent["x"].wait().view(blocks.packed.shape)
 
@@ -236,6 +237,7 @@ def flat_serial(transport: Any) -> Variant:
     group = SerialTransport(transport).group(range(transport.size))
 
     def run(blocks: Blocks) -> Tensor:
+        """Exchange this rank's blocks, peer by peer. Return the received blocks by sender, [ranks, L, D]."""
         others = [peer for peer in range(transport.size) if peer != transport.rank]
         blocks.received[transport.rank].copy_(blocks.packed[transport.rank])
         group.send_recv([(blocks.packed[p], p) for p in others], [(blocks.received[p], p) for p in others]).wait()
@@ -254,6 +256,7 @@ def mpi_alltoall(_transport: Any) -> Variant:
     world = initialised_mpi().COMM_WORLD.Dup()
 
     def run(blocks: Blocks) -> Tensor:
+        """Exchange this rank's blocks by MPI. Return the received blocks by sender, [ranks, L, D]."""
         world.Alltoall(blocks.packed.numpy(), blocks.received.numpy())
         return blocks.received
 

@@ -331,6 +331,7 @@ def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _
     q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2) for x in call[1:])
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, **_more: Any) -> tuple[Tensor, Tensor]:
+        """Return attention's output and log-sum-exp for a part of the keys, as torch's ring asks for them."""
         part = local.part(*(x.transpose(1, 2) for x in (q, k, v)))
         return part.out_BLHD.transpose(1, 2), part.lse_BLH.transpose(1, 2)
 
@@ -359,6 +360,7 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
     others = [rank for rank in range(transport.size) if rank != transport.rank]
 
     def run() -> Tensor:
+        """Attend to this rank's keys, exchange partial results with all ranks, and return the merged output."""
         part = local.part(*call[1:])
         own = torch.cat([part.out_BLHD.float(), part.lse_BLH[..., None]], dim=-1)
         of_ranks = [own if rank == transport.rank else torch.empty_like(own) for rank in range(transport.size)]

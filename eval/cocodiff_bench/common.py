@@ -299,12 +299,19 @@ class SerialGroup:
     receives_ahead = False  # a call lists all its peers, so that they can take turns
 
     def __init__(self, group: Any) -> None:
+        """Wrap a group of ranks. All that is not defined here is the group's own."""
         self._inner, self.ranks, self.index = group, group.ranks, group.index
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
+        """Send and receive tensors, with one peer after the other. Return when all have arrived, with their messages.
+
+        Args:
+            sends: pairs of a tensor and the index of the peer that it goes to.
+            recvs: pairs of a tensor to receive into and the index of the peer that it comes from.
+        """
         size, pending = len(self.ranks), self._inner.send_recv([], [])
         for step in range(1, size):
             to, source = (self.index + step) % size, (self.index - step) % size
@@ -322,10 +329,17 @@ class SerialTransport:
     group_of: Any = SerialGroup  # class of the groups it makes
 
     def __init__(self, transport: Any) -> None:
+        """Wrap a transport. All that is not defined here is the transport's own."""
         self._inner, self.world = transport, self.group_of(transport.world)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def group(self, ranks: Sequence[int], together: bool | None = None) -> Any:
+        """Return a group of some ranks that exchanges messages with one peer at a time.
+
+        Args:
+            ranks: numbers of the members.
+            together: not used.
+        """
         return self.group_of(self._inner.group(ranks))

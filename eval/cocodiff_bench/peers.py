@@ -154,10 +154,17 @@ class Stepping:
     """
 
     def __init__(self, call: Call, inputs: Sequence[Inputs]) -> None:
+        """Take the function and the inputs of all calls. Nothing is called yet.
+
+        Args:
+            call: function of a call's inputs that calls the model.
+            inputs: inputs of each denoising step, in order.
+        """
         self._call, self._inputs, self._calls = call, inputs, 0
         self.last: Any = None  # output of the latest call
 
     def __call__(self) -> Any:
+        """Call the model for the next step. Return its output, which is kept in `last` too."""
         self.last = self._call(self._inputs[self._calls])
         self._calls += 1
         return self.last

@@ -45,6 +45,7 @@ class Clock:
     """
 
     def __init__(self, device: Device) -> None:
+        """Take the device whose computation is waited for. Waits last no time until `dilation` is set."""
         self.device, self.dilation = device, 0.0  # dilation: factor of all waits
 
     def wait(self, seconds: float, _launches: int = 0) -> None:
@@ -65,10 +66,24 @@ class WaitingKernels(Kernels):
     """
 
     def __init__(self, clock: Clock, path: str, note: Callable[[str, str], None]) -> None:
+        """Prepare the kernels.
+
+        Args:
+            clock: the waits that replace computation.
+            path: the engine's setting for kernels.
+            note: function that records each run of an operation, by its name and path.
+        """
         super().__init__(path, note)
         self._clock = clock
 
     def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
+        """Run an operation, or wait instead of it for as long as the device would take.
+
+        Args:
+            op: name of the operation.
+            arguments: its arguments.
+            named: its named arguments.
+        """
         if op not in PASSES:
             return super()._run(op, *arguments, **named)
         self._clock.wait(operation_s(self._clock.device, op, moved_by(op, arguments), arguments))
@@ -86,9 +101,11 @@ class RooflineAttention(LocalAttention):
     """
 
     def __init__(self, clock: Clock) -> None:
+        """Take the waits that replace computation."""
         self._clock = clock
 
     def whole(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, _mask: Tensor | None = None) -> Tensor:
+        """Wait as long as attention of the queries to the keys would take. Return an output of arbitrary numbers."""
         B, L, G, D = q_BSGD.shape
         out_BSGD = torch.empty_like(q_BSGD)
         moved = bytes_of((q_BSGD, k_BSGD, v_BSGD, out_BSGD))
@@ -96,6 +113,7 @@ class RooflineAttention(LocalAttention):
         return out_BSGD
 
     def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, mask: Tensor | None = None) -> Partial:
+        """Wait as for `whole`. Return a partial result: an output of arbitrary numbers, and log-sum-exps of 0."""
         return Partial(self.whole(q_BTGD, k_BUGD, v_BUGD, mask), torch.zeros(q_BTGD.shape[:3]))
 
 
@@ -108,6 +126,13 @@ class StandIn:
     layer: PlannedLayer  # the layer that is run, again and again; set by `settle`
 
     def __init__(self, case: Case, transport: Any, clock: Clock) -> None:
+        """Build the variant's strategy for attention, as the engine does. All ranks of a sequence do so together.
+
+        Args:
+            case: the planner's description of the variant.
+            transport: connections to the ranks that share a sequence.
+            clock: the waits that replace computation.
+        """
         # Seconds of a layer in every call of `run_behind` or `run_shared`, and the trace's record of the last one.
         self.last_s, self.record = list[float](), dict[str, Any]()
         self._clock, self._trace = clock, Trace(transport.rank)

@@ -139,6 +139,7 @@ class SilentGroup(SerialGroup):
     """
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
+        """Send and receive nothing. Return an empty set of messages to wait for."""
         return self._inner.send_recv([], [])
 
     collective = send_recv
