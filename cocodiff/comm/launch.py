@@ -134,10 +134,9 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def emulated() -> dict[str, Any]:
-    """Return the description of the emulated machine that this rank runs on: "machine", "nodes" and "scale". Return {}
-    on a real one.
+    """Return the emulated machine that this rank runs on, as a mapping with "machine", "nodes" and "scale".
 
-    Raise UserError if the variable that describes it, COCODIFF_EMULATED, is invalid.
+    It is empty on a real machine. Raise UserError if the variable that describes it, COCODIFF_EMULATED, is invalid.
     """
     try:
         return dict(json.loads(os.environ.get(EMULATED) or "{}"))
@@ -155,8 +154,10 @@ def python_words(code: str) -> list[str]:
 
 
 def find_mpiexec() -> str | None:
-    """Return the path of the mpiexec of the MPI that mpi4py loads: this environment's own, else the system's; None if
-    there is none."""
+    """Return the path of the mpiexec that belongs to the MPI library that mpi4py loads.
+
+    It is this environment's own, else the system's. None if there is none.
+    """
     own = Path(sys.prefix) / "bin" / "mpiexec"
     return str(own) if own.exists() else system_mpiexec()
 
@@ -184,8 +185,9 @@ def system_mpiexec() -> str | None:
 
 
 def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """Return the number in the first of some environment variables that is set; None if none is. Raise UserError if it
-    is not a number.
+    """Return the whole number in the first of some environment variables that is set; None if none is.
+
+    Raise UserError if it is not a number.
 
     Args:
         env: the environment variables.

@@ -46,8 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Progress:
-    """The calls that one rank has made, and whether it waits in one. Others judge by it if the rank keeps them
-    waiting."""
+    """The progress of one rank: the calls that it has made, and its waits. Others judge by it if the rank is stuck."""
 
     # ALL stands for all ranks.
     calls: Mapping[Ranks, int] = field(default_factory=dict)  # number of calls begun, by the ranks that make them

@@ -235,8 +235,10 @@ class Transport(ABC):
 
 
 class LaneOwner(Transport):
-    """A transport of all ranks of a run. It makes and closes the lanes: background threads that run jobs in order and
-    post the messages."""
+    """A transport of all ranks of a run, which makes and closes their lanes.
+
+    Lanes are background threads that run jobs in order and post the messages.
+    """
 
     library = "none"  # name of the library that carries messages
     drawback = ""  # what is wrong with the transport that was asked for; "" if nothing is
@@ -523,8 +525,13 @@ class Worker:
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job on the thread after all earlier ones, without waiting for it. If a job of this worker calls this,
-        run it at once."""
+        """Run a job on the thread after all earlier ones, without waiting for it.
+
+        If a job on this thread calls this, the new job is run at once.
+
+        Args:
+            job: function without arguments.
+        """
         if threading.current_thread() is self._thread:
             job()
         else:
@@ -541,11 +548,10 @@ class Worker:
 
 
 class Lane:
-    """A background thread that runs jobs in order, such as packing and sending; on accelerators with a stream of its
-    own.
+    """A background thread that runs jobs in order, such as packing and sending.
 
-    Tensors pass between the caller's stream and the lane's only as a job's arguments and its result, where
-    `used_on_current_stream` finds them.
+    On accelerators it has a stream of its own. Tensors pass between the caller's stream and the lane's only as a job's
+    arguments and its result, where `used_on_current_stream` finds them.
     """
 
     def __init__(self, name: str, device: torch.device, health: Health, worker: Worker | None = None) -> None:

@@ -87,7 +87,7 @@ class UlyssesLatte(LatteAdapter):
 
         Args:
             model: the Latte model.
-            host: the object of the engine that cuts the model's tensors among ranks and gathers them.
+            host: the engine, which cuts the model's tensors among ranks and gathers them.
             kernels: the engine's kernels.
         """
         undo = contextlib.ExitStack()
