@@ -170,7 +170,7 @@ def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor]
 
 @contextmanager
 def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, generators: list[Any]) -> Iterator[None]:
-    """Within the context, let calls of a generating pipeline inpaint: known latents are put back after each step.
+    """Let calls of a generating pipeline inpaint within the context: known latents are put back after each step.
 
     If steps are left out at the start of the schedule, a call begins with the known latents, noised to the level at
     which it starts.

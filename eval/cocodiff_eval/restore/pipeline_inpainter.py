@@ -207,7 +207,7 @@ def frames_of_latents(pipe: Any) -> int:
 
 @contextlib.contextmanager
 def silent(pipe: Any) -> Iterator[None]:
-    """Within the context, turn off the progress bar of a diffusers pipeline, since the job shows its own."""
+    """Turn off the progress bar of a diffusers pipeline within the context, since the job shows its own."""
     before = getattr(pipe, "_progress_bar_config", None)
     pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
     try:
@@ -221,7 +221,7 @@ def silent(pipe: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Within the context, seed torch's global generators. Their earlier states are restored afterwards.
+    """Seed torch's global random generators within the context. Their earlier states are restored afterwards.
 
     Schedulers that use them then add the same noise on every rank, and with every preset that is compared.
     """
