@@ -78,8 +78,7 @@ class CheckedGroup(Group):
         self._group.barrier()
 
     def await_from(self, peers: set[int]) -> None:
-        """Tell the watch over lost ranks which peers this rank waits for, so that an error can name the sender of a
-        missing message.
+        """Tell the watch over lost ranks which peers this rank waits for, so that an error can name a missing sender.
 
         Args:
             peers: their indices in the group; empty if the wait is over.
@@ -108,8 +107,10 @@ def check_messages(transport: LaneOwner) -> None:
 
 
 class CheckedPending:
-    """The messages of one call in flight, with their checksums, which the first `wait` compares. On accelerators the
-    host waits for that."""
+    """The messages of one call in flight, with their checksums.
+
+    The first `wait` compares the checksums. On accelerators the host waits for that.
+    """
 
     def __init__(self, group: CheckedGroup, transfers: list[tuple[Pending, list[CheckedMessage]]]) -> None:
         """Hold the messages of one call.

@@ -95,6 +95,11 @@ def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.devic
 
     Forked ranks see the same devices. If they outnumber these, they share them, and transport "auto" becomes "host". A
     launcher's ranks may each see devices of their own.
+
+    Args:
+        launch: the start of this process, with its number among the ranks of this node.
+        device: the setting: a kind of device, or "auto".
+        transport: the setting: name of the library for messages, "host" or "auto".
     """
     in_turns = transport in THROUGH_HOST or (transport == "auto" and launch.kind == "forked")
     found = rank_device(device, launch.local_rank, in_turns)
@@ -222,8 +227,10 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
 
 
 def _tell_of_blocking(transport: LaneOwner) -> None:
-    """Warn, on rank 0, of a transport's drawbacks, and of settings in the environment that keep messages from
-    overlapping with computing."""
+    """Log warnings on rank 0: of a transport's drawbacks, and of environment variables by which messages would block.
+
+    Such messages do not overlap with computing.
+    """
     if transport.drawback and not transport.rank:
         log.warning("transport mpi-rma: %s", transport.drawback)
     killers = overlap_killers(os.environ, transport.library, transport.device.type)
@@ -256,9 +263,9 @@ def _meet(launch: Launch, limits: Limits) -> _Contact:
 
 
 def _settle(future: Future[T], job: Callable[[], T]) -> None:
-    """Run a job and put its result or its error into a future.
+    """Run a job, such as the ranks' first contact, and put its result or its error into a future.
 
-    It runs on a thread of its own, so that others may stop waiting for it.
+    It is the target of a thread, so that the caller may stop waiting.
     """
     try:
         future.set_result(job())
@@ -267,8 +274,10 @@ def _settle(future: Future[T], job: Callable[[], T]) -> None:
 
 
 def _store_address() -> str:
-    """Return the address of the launcher's store, for error messages, as " at HOST:PORT"; "" if the caller's own store
-    is used."""
+    """Return the address of the launcher's store (torch.distributed's) for errors, as " at HOST:PORT".
+
+    It is "" if torch.distributed is initialised already, so that its own store is used.
+    """
     return "" if dist.is_initialized() else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 

@@ -103,8 +103,7 @@ class GroupByNode(Group):
 
 
 class Both(NamedTuple):
-    """Two sets of messages in flight that are waited for as one, such as those within a node and those between
-    nodes."""
+    """Two sets of messages in flight that are waited for as one, as those within a node and those between nodes."""
 
     first: Pending
     second: Pending

@@ -45,8 +45,10 @@ CALL = ContextVar("CALL", default="the start")  # the call that a thread works f
 
 
 def call_tag(bits: int) -> int:
-    """Return a number of `bits` bits made from the name of the current call. Messages carry it as their tag, so that no
-    other call receives them."""
+    """Return the tag that messages of the current call carry, so that no other call receives them.
+
+    It is a number of `bits` bits, made from the name of the call.
+    """
     return crc32(CALL.get().encode()) >> (32 - bits)
 
 
@@ -92,8 +94,10 @@ class Health:
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Replace errors of a communication library in the `with` block by the PeerLost that caused them, if the watch
-        finds one within seconds."""
+        """Raise PeerLost in place of an error of a communication library in the `with` block, if a lost rank caused it.
+
+        The watch over lost ranks gets a few seconds to find that rank. Other errors are passed on.
+        """
         try:
             yield
         except (PeerLost, UserError):
@@ -181,8 +185,10 @@ class Line:
 
 
 class Watch(Health):
-    """The watch over lost ranks in a run of several, on one of them. All ranks are connected to rank 0, which passes on
-    what it learns."""
+    """The watch over lost ranks on one rank of a run of several, with a thread of its own.
+
+    All ranks are connected to rank 0, which passes on what it learns.
+    """
 
     def __init__(
         self,
@@ -309,10 +315,9 @@ class Watch(Health):
     # Start-up -------------------------------------------------------------------------------------------------------
 
     def _join(self, address: tuple[str, int], settings: dict[str, str]) -> Line:
-        """Connect this rank to rank 0, which may not be listening yet, and send it this rank's settings. Return the
-        connection.
+        """Connect this rank to rank 0 and send it this rank's settings, for comparison. Return the connection.
 
-        Raise PeerLost if rank 0 does not answer in time.
+        Rank 0 may not be listening yet. Raise PeerLost if it does not answer in time.
 
         Args:
             address: host and port of rank 0's watch.
@@ -365,8 +370,9 @@ class Watch(Health):
         return more
 
     def _turn_away_strangers(self, everybody: bool) -> None:
-        """Close connections that did not identify themselves in time, and the oldest if there are too many. Ranks
-        identify themselves at once.
+        """Close connections that did not identify themselves as ranks in time, and the oldest if too many wait.
+
+        Ranks identify themselves at once.
 
         Args:
             everybody: True to close all that have not identified themselves.
@@ -409,8 +415,10 @@ class Watch(Health):
                 action(self._peers.lost)
 
     def _listen(self) -> None:
-        """Run the thread of the watch until the run ends: receive messages, accept connections, and look at the
-        clock."""
+        """Run the loop of the watch's thread until the run ends.
+
+        It receives messages, accepts connections, sends heartbeats and looks for ranks that are silent too long.
+        """
         until = time.monotonic() + self._peers.limits.start_s
         with self._selector:
             while not self._ended:

@@ -43,12 +43,12 @@ EMULATED = "COCODIFF_EMULATED"  # variable that describes an emulated machine to
 
 @dataclass(frozen=True)
 class Meeting:
-    """The means by which ranks that this program has forked find each other."""
+    """The addresses by which ranks that this program has forked find each other."""
 
-    store_file: str  # file of torch.distributed's store
-    port: int  # of the watch
-    key: str  # the run's secret
-    listener: socket.socket | None = None  # listening socket of the watch, on rank 0
+    store_file: str  # path of the file of torch.distributed's store
+    port: int  # port at which rank 0 listens for the others' heartbeats, to notice lost ranks
+    key: str  # the run's secret, which a rank shows when it connects to that port
+    listener: socket.socket | None = None  # the socket that listens there, on rank 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Launch:
     size: int | None = 1  # number of ranks of the whole run; None if an MPI launcher does not set it
     local_rank: int = 0  # index among the ranks of this node
     local_size: int | None = None  # number of ranks on this node; None if unknown
-    meeting: Meeting | None = None  # of forked ranks
+    meeting: Meeting | None = None  # addresses by which forked ranks find each other; None for others
     guessed: bool = False  # True if the size assumes the same number of ranks on every node of the job
     cause: int | None = None  # descriptor of a file that takes the end of the rank by which a job fails
 
@@ -134,10 +134,9 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def emulated() -> dict[str, Any]:
-    """Return the description of the emulated machine that this rank runs on: "machine", "nodes" and "scale". Return {}
-    on a real one.
+    """Return the emulated machine that this rank runs on, as a mapping with "machine", "nodes" and "scale".
 
-    Raise UserError if the variable that describes it, COCODIFF_EMULATED, is invalid.
+    It is empty on a real machine. Raise UserError if the variable that describes it, COCODIFF_EMULATED, is invalid.
     """
     try:
         return dict(json.loads(os.environ.get(EMULATED) or "{}"))
@@ -155,8 +154,10 @@ def python_words(code: str) -> list[str]:
 
 
 def find_mpiexec() -> str | None:
-    """Return the path of the mpiexec of the MPI that mpi4py loads: this environment's own, else the system's; None if
-    there is none."""
+    """Return the path of the mpiexec that belongs to the MPI library that mpi4py loads.
+
+    It is this environment's own, else the system's. None if there is none.
+    """
     own = Path(sys.prefix) / "bin" / "mpiexec"
     return str(own) if own.exists() else system_mpiexec()
 
@@ -184,8 +185,9 @@ def system_mpiexec() -> str | None:
 
 
 def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
-    """Return the number in the first of some environment variables that is set; None if none is. Raise UserError if it
-    is not a number.
+    """Return the whole number in the first of some environment variables that is set; None if none is.
+
+    Raise UserError if it is not a number.
 
     Args:
         env: the environment variables.

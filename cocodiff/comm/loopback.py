@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 
 class LoopbackWorld:
-    """The common state of ranks that are threads of one process: mailboxes for their messages, and the first failure of
-    one."""
+    """The common state of ranks that are threads of one process: their messages, and the first failure."""
 
     def __init__(self, size: int, timeout_s: float = 120.0) -> None:
         self.size = size
@@ -37,8 +36,11 @@ class LoopbackWorld:
         self.progress = [OwnProgress(time.monotonic, time.monotonic()) for _ in range(size)]
 
     def mailbox(self, *key: Any) -> queue.SimpleQueue[Any]:
-        """Return the queue of messages for a key: communication context, sender and receiver. It is made at its first
-        use."""
+        """Return the queue of messages with a key; it is made at its first use.
+
+        Args:
+            key: communication context, sender and receiver.
+        """
         with self._lock:
             return self._mailboxes[key]
 

@@ -88,8 +88,12 @@ class MpiGroup(Group):
         return _Requests(self, self._posted(sends, recvs), recvs, sends)
 
     def complete(self, requests: list[Any], recvs: Messages) -> None:
-        """Wait for MPI's requests, those of `recvs` first. Raise WrongMessage if a received message has another length
-        than its tensor."""
+        """Wait until MPI's requests have ended. Raise WrongMessage if a received message has a wrong length.
+
+        Args:
+            requests: the requests, those of `recvs` first.
+            recvs: the messages that are received, whose tensors have the right lengths.
+        """
         statuses = [self._mpi.Status() for _ in recvs]
         try:
             wait_until(lambda: self._mpi.Request.Testall(requests, statuses), self.health)

@@ -102,8 +102,12 @@ def check_told_size(launch: Launch, world: Any) -> None:
 
 
 def _check_launcher(launch: Launch, size: int) -> None:
-    """Raise UserError if MPI counts `size` ranks and the launcher must have started more. It then is not the launcher's
-    MPI."""
+    """Raise UserError if MPI counts fewer ranks than the launcher must have started: it is not the launcher's MPI.
+
+    Args:
+        launch: the start of this process.
+        size: number of ranks by MPI.
+    """
     least = max((launch.rank or 0) + 1, launch.local_size or 1)
     if size < least:
         raise UserError(f"the launcher has started {least} ranks or more, and MPI counts {size}: {BUILD}")

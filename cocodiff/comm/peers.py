@@ -46,8 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Progress:
-    """The calls that one rank has made, and whether it waits in one. Others judge by it if the rank keeps them
-    waiting."""
+    """The progress of one rank: the calls that it has made, and its waits. Others judge by it if the rank is stuck."""
 
     # ALL stands for all ranks.
     calls: Mapping[Ranks, int] = field(default_factory=dict)  # number of calls begun, by the ranks that make them
@@ -131,16 +130,22 @@ class OwnProgress:
 
 
 class CallTable:
-    """The names of the calls that all ranks have made, by the ranks that make a call together and its number among
-    theirs."""
+    """The names of the calls that all ranks have made, on rank 0, to find ranks that make different calls.
+
+    A call is identified by the ranks that make it together, and by its number among the calls of these ranks.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Ranks, dict[int, tuple[int, str]]] = {}  # each name with the rank that sent it
 
     def find_other_call(self, rank: int, calls: Iterable[Call]) -> tuple[int, str] | None:
-        """Record some calls of a rank, and find one for which another rank has made a call of another name.
+        """Record calls of a rank, and find one in whose place another rank has made a call of another name.
 
-        Return (this rank, the reason) for the first of them, or None if there is none.
+        Return (`rank`, the reason as a phrase) for the first such call; None if there is none.
+
+        Args:
+            rank: number of the rank.
+            calls: its calls: the ranks that make each together, its number among their calls, and its name.
         """
         for among, number, at in calls:
             known = self._known.setdefault(among, {})
@@ -237,7 +242,7 @@ class Peers:
         return self.known_loss()
 
     def known_loss(self) -> list[Message]:
-        """Return the messages that report the error by which the run has failed; [] if it has not."""
+        """Return the messages by which to tell other ranks the error that ended the run; [] if it has not failed."""
         if isinstance(self.lost, PeerLost):
             return [{"lost": self.lost.rank, "reason": self.lost.reason}]
         return [] if self.lost is None else [{"mistake": str(self.lost)}]

@@ -100,16 +100,17 @@ class Presence:
             self.folder.rmdir()  # succeeds for the last rank
 
     def faults(self) -> dict[int, str]:
-        """Return the ranks of this host that have died or are stopped, by rank, each with a phrase that says which of
-        the two."""
+        """Return the ranks of this host that have died or are stopped: by number, a phrase that says which."""
         faults = dict.fromkeys(("", "Z", "X"), "died before the ranks had met")
         faults |= dict.fromkeys(("T", "t"), "is stopped")
         states = {rank: _state(process) for rank, (process, _) in sorted(self._entries().items())}
         return {rank: faults[state] for rank, state in states.items() if state in faults}
 
     def describe_present(self) -> str:
-        """Return a phrase that lists which of this host's ranks have started. Missing ranks are unknown, since they
-        left no number."""
+        """Return a phrase, for an error, that lists the ranks of this host that have started.
+
+        Missing ranks cannot be named, since they left no process number.
+        """
         there = sorted(self._entries())
         if len(there) < self.local_ranks:
             return f"of this host's {self.local_ranks} ranks there are {', '.join(map(str, there)) or 'none'}"

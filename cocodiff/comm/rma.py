@@ -233,8 +233,10 @@ class RmaGroup(MpiGroup):
         return any(peer.outgoing or peer.incoming for peer in self._peers)
 
     def advance(self) -> bool:
-        """Move bytes of this group's messages where possible. Return True if any were moved. The caller holds the
-        lock."""
+        """Move bytes of this group's messages as far as peers have room or have sent. Return True if any were moved.
+
+        The caller holds the group's lock.
+        """
         self.window.Sync()
         counters = self._counters.tobytes()
         if counters == self._seen:
@@ -295,10 +297,10 @@ class RmaTransport(MpiTransport):
         return group
 
     def _tried(self) -> tuple[bool, str]:
-        """Try whether MPI's windows work. Return True if they cannot be used, and what is wrong with them, "" if
-        nothing is.
+        """Try whether MPI's windows, memory that other ranks can write to, work. All ranks call this together.
 
-        Both are the same on all ranks, which call this together.
+        Return True if they cannot be used; and a text on what is wrong with them, "" if nothing is. Both are the same
+        on all ranks.
         """
         mpi, world, wrong = self._mpi, self._communicator, 0
         try:
@@ -331,11 +333,10 @@ class RmaTransport(MpiTransport):
 
 
 def _tried_in(window: Any, mpi: Any, world: Any) -> int:
-    """Return the index in DRAWBACKS of what a trial shows of a window: if a put arrives while its receiver makes no MPI
-    call.
+    """Try if a put by one-sided MPI arrives while its receiver makes no MPI call. Return an index in DRAWBACKS.
 
     Args:
-        window: a window of 8 bytes.
+        window: a window (memory that other ranks can write to) of 8 bytes.
         mpi: mpi4py's module.
         world: the communicator of all ranks, which call this together.
     """

@@ -134,8 +134,7 @@ class TorchDistGroup(Group):
         return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
 
     def _both_ways(self, *lists: Messages) -> list[Messages]:
-        """Add a message of one byte where two ranks have messages in one direction only. Return the sends and the
-        receives.
+        """Add a message of one byte where two ranks have messages in one direction only. Return (sends, receives).
 
         Both ranks see that this is so. Sends or receives without the other may never end in oneCCL 2021.17
         (torch-xpu-ops 2688, oneCCL 192).
@@ -171,10 +170,9 @@ class TorchDistGroup(Group):
         return _Arriving(work, sent, came, [x for of_peer in incoming for x in of_peer], self.device)
 
     def _by_peer(self, messages: Messages) -> tuple[list[list[Tensor]], list[int]]:
-        """Return, for each peer, its messages as bytes, in order, and their total size. A peer without messages gets
-        one byte.
+        """Return, for each peer, its messages as bytes, in order; and, for each peer, their total size in bytes.
 
-        Sizes of zero have been found to fail in oneCCL.
+        A peer without messages gets one byte, since sizes of zero have been found to fail in oneCCL.
         """
         parts: list[list[Tensor]] = [[] for _ in self.ranks]
         for tensor, peer in messages:
@@ -332,8 +330,10 @@ def posts_one_by_one(backend: str) -> bool:
 
 
 def device_backend(device: torch.device) -> str:
-    """Return the name of torch.distributed's backend for a device; Intel's older versions have ccl. Raise UserError if
-    there is none."""
+    """Return the name of torch.distributed's backend for a device, such as "gloo" or "xccl".
+
+    Older versions for Intel devices have "ccl". Raise UserError if there is none.
+    """
     if device.type == "xpu" and not dist.is_xccl_available():
         return "ccl"
     return _backends_of(device)[0]

@@ -29,13 +29,13 @@ MAX_SPANS = 2_000  # most spans kept of one rank; later ones are only counted
 
 
 class Span(NamedTuple):
-    """A piece of a rank's work, such as packing or a message, with its times."""
+    """A timed part of a rank's work, such as packing or sending a message."""
 
     name: str  # name of the work
     lane: str  # name of the thread
     start_ns: int  # by the process's clock
     end_ns: int  # by the process's clock
-    layer: str = ""  # kind of layer
+    layer: str = ""  # kind of the model's layer that the work is for; "" if for none
     late_bytes: int = 0  # bytes that this rank sent in it and that no attention call waited for, such as weights
 
 
@@ -54,11 +54,12 @@ class Trace:
         self._lock = threading.Lock()
 
     def span(self, name: str, lane: str = "main", layer: str = "", late_bytes: int = 0) -> AbstractContextManager[None]:
-        """Return a context manager that records its `with` block as a span of work.
+        """Return a context manager that records its `with` block as a span of this rank's work, with its times.
 
         Args:
+            name: name of the work, such as "wait for kv".
             lane: name of the thread.
-            layer: kind of layer.
+            layer: kind of the model's layer that the work is for; "" if for none.
             late_bytes: bytes that this rank sends in it and that no attention call waits for.
         """
         return _Running(self, name, lane, layer, late_bytes)
@@ -76,7 +77,8 @@ class Trace:
 
         Args:
             link_class: the kind of link, one of LINK_CLASSES; None for a message to itself, which is not counted.
-            purpose: one of PURPOSES.
+            payload_bytes: number of bytes.
+            purpose: what the bytes are for, one of PURPOSES, such as "attention" or "weights".
         """
         if link_class is not None:
             with self._lock:
@@ -101,7 +103,7 @@ class Trace:
         """Return the payload bytes that this rank has sent for a purpose, by class of link.
 
         Args:
-            purpose: one of PURPOSES.
+            purpose: what the bytes are for, one of PURPOSES, such as "attention" or "weights".
         """
         with self._lock:
             return {link: self._bytes[purpose, link] for link in LINK_CLASSES}
@@ -114,15 +116,20 @@ class Trace:
             self._kernels.clear()
 
     def record(self) -> dict[str, Any]:
-        """Return everything as plain data, for gathering from all ranks: rank, spans, dropped, bytes and kernels by
-        these names."""
+        """Return the whole record as plain data, to gather it from all ranks.
+
+        Its keys are rank, spans, dropped (number of spans not kept), bytes and kernels.
+        """
         with self._lock:
             counts = {"dropped": self.dropped, "bytes": dict(self._bytes), "kernels": dict(self._kernels)}
             return {"rank": self.rank, "spans": list(self.spans), **counts}
 
 
 class CountedAs(Trace):
-    """A trace that passes everything on to another one, and counts bytes that have no purpose for a given one."""
+    """A view of a rank's trace for work of one purpose, such as sending weights.
+
+    It records everything in that trace. Bytes that are counted without a purpose count for this one.
+    """
 
     def __init__(self, trace: Trace, purpose: str) -> None:
         super().__init__(trace.rank)

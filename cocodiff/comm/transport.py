@@ -56,12 +56,12 @@ class Group(ABC):
     """
 
     ranks: tuple[int, ...]  # numbers of the members, in the order of their indices
-    index: int  # of this rank in `ranks`
+    index: int  # index of this rank in `ranks`
     # True if a receive may be posted in an earlier call than its peer's send, or in a call without sends. Otherwise
     # both sides list a message in calls of the same number.
     receives_ahead = True
     at_once = False  # True if `collective` is one all-to-all of the library, which every rank of the group has to call
-    device = torch.device("cpu")  # of messages that the group makes itself
+    device = torch.device("cpu")  # device of messages that the group makes itself
 
     @abstractmethod
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
@@ -76,13 +76,14 @@ class Group(ABC):
         return self.send_recv(sends, recvs)
 
     def together(self) -> Group:
-        """Return a group of the same ranks whose `collective` is one all-to-all of the library, instead of a message
-        for each peer. Raise UserError if the library has none."""
+        """Return a group of the same ranks whose `collective` is one all-to-all of the communication library.
+
+        Other groups send a message to each peer. Raise UserError if the library has no all-to-all.
+        """
         raise UserError("messages alltoall: these ranks have no all-to-all of a library: use --transport gloo or xccl")
 
     def all_to_all(self, sends: list[Tensor], recvs: list[Tensor]) -> Pending:
-        """Start sending sends[p] to every peer p, all at the same time, and receiving recvs[p] from it. Return what to
-        wait for.
+        """Start an all-to-all: send sends[p] to every peer p, and receive recvs[p] from it. Return what to wait for.
 
         Both lists have a tensor for each rank of the group. This rank's own tensor is copied at once.
         """
@@ -111,13 +112,13 @@ class Transport(ABC):
     Errors and `health` name ranks by their numbers in the whole run.
     """
 
-    rank: int  # of this process among these ranks
+    rank: int  # number of this process among these ranks, from 0
     size: int  # number of these ranks
     # None of its jobs waits for another lane.
     control: Lane  # runs what all ranks do together in program order: set-up, selections, gathers of outputs
-    world: Group  # all these ranks, for jobs of the control lane
-    device: torch.device  # of messages
-    health: Health  # finds lost ranks
+    world: Group  # group of all these ranks, for jobs of the control lane
+    device: torch.device  # device of the messages' tensors
+    health: Health  # the watch over lost ranks
     _closed = False
 
     @abstractmethod
@@ -161,23 +162,24 @@ class Transport(ABC):
         return self.size
 
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
-        """Tell the watch over lost ranks that a call begins that all ranks of this transport make, or all of `among`.
+        """Tell the watch over lost ranks that this rank begins a call that all ranks of this transport make.
 
-        See `Health.arrive`.
+        A rank that never makes it is reported as lost, if others wait for it.
 
         Args:
             at: name of the call.
-            among: the ranks that make it, by numbers in the whole run; () for all.
+            among: the ranks that make it, by numbers in the whole run, if not all do; () for all.
         """
         self.health.arrive(at, among if len(among) < self.size else ())
 
     def blocking(self, job: Callable[[], T], at: str = "set-up", among: tuple[int, ...] = ()) -> T:
-        """Run `job` on the control lane, a background thread, and return its result. All ranks call this, or all of
-        `among`.
+        """Run a job that communicates on the control lane, a background thread, and wait for its result.
 
-        A lost peer ends the wait with PeerLost. The result must not have tensors of a device.
+        All ranks call this, or all of `among`. A lost peer ends the wait with PeerLost. The result must not have
+        tensors of a device.
 
         Args:
+            job: function without arguments.
             at: name of the call, for the watch over lost ranks.
             among: the ranks that call this, by numbers in the whole run; () for all.
         """
@@ -233,8 +235,10 @@ class Transport(ABC):
 
 
 class LaneOwner(Transport):
-    """A transport of all ranks of a run. It makes and closes the lanes: background threads that run jobs in order and
-    post the messages."""
+    """A transport of all ranks of a run, which makes and closes their lanes.
+
+    Lanes are background threads that run jobs in order and post the messages.
+    """
 
     library = "none"  # name of the library that carries messages
     drawback = ""  # what is wrong with the transport that was asked for; "" if nothing is
@@ -304,15 +308,16 @@ class LaneOwner(Transport):
 
 
 class PartGroup(Group):
-    """A view of a group: the same ranks or some of them, with other numbers and in another order."""
+    """A view of a group of ranks: the same ranks or some of them, with other numbers and in another order."""
 
     def __init__(self, group: Group, ranks: tuple[int, ...], members: Sequence[int], device: torch.device) -> None:
-        """Wrap a group.
+        """Wrap a group, whose communicator is used.
 
         Args:
-            ranks: the new numbers of the members.
-            members: the index in `group` of each of `ranks`.
-            device: of the messages.
+            group: the group.
+            ranks: the new numbers of the view's members.
+            members: for each of `ranks`, its index in `group`.
+            device: device of the messages.
         """
         self._group, self._members, self.ranks, self.device = group, tuple(members), ranks, device
         self.index, self.receives_ahead = self._members.index(group.index), group.receives_ahead
@@ -384,25 +389,28 @@ class SubTransport(Transport):
 
 @dataclass(eq=False)
 class RankContext:
-    """The transport, places, record and kernels of one rank among the ranks that it computes with."""
+    """The surroundings of one rank: its connections, its place on the machine, its record and its kernels.
 
-    transport: Transport  # of these ranks
-    topology: Topology  # the places of these ranks
-    trace: Trace  # counts the bytes that this rank sends
-    kernels: Kernels
+    They concern the ranks that it computes with, which may be some of the run's.
+    """
+
+    transport: Transport  # connections between these ranks
+    topology: Topology  # the places of these ranks on the machine
+    trace: Trace  # the record that counts the bytes that this rank sends
+    kernels: Kernels  # the operations that this rank computes with
 
     @property
     def rank(self) -> int:
-        """The number of this rank among these ranks."""
+        """The number of this rank among the ranks that it computes with."""
         return self.transport.rank
 
     def count(self, peer: int, sent_bytes: int, whole_bytes: int = 0) -> None:
-        """Count bytes in the trace by the class of the link to a peer.
+        """Record the size of a message to a peer in this rank's trace, by the kind of link to the peer.
 
         Args:
-            peer: the rank that they are sent to.
+            peer: number of the rank that it is sent to.
             sent_bytes: bytes of the message.
-            whole_bytes: the bytes that the message would have without encoding.
+            whole_bytes: bytes that the message would have without encoding.
         """
         link = self.topology.link_class(self.rank, peer)
         self.trace.count(link, sent_bytes)
@@ -420,10 +428,9 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
 
 
 def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int, Tensor]:
-    """Send bytes to some peers and receive bytes from others: first the sizes, then the bytes. Return what was
-    received, by peer.
+    """Send bytes to some peers and receive bytes of unknown sizes from others. Return those received, by peer.
 
-    This blocks; it is for jobs of a background thread (`Lane`).
+    Sizes are sent first. This blocks; it is for jobs of a background thread (`Lane`).
 
     Args:
         group: a group for messages in host memory.
@@ -518,8 +525,13 @@ class Worker:
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Run a job on the thread after all earlier ones, without waiting for it. If a job of this worker calls this,
-        run it at once."""
+        """Run a job on the thread after all earlier ones, without waiting for it.
+
+        If a job on this thread calls this, the new job is run at once.
+
+        Args:
+            job: function without arguments.
+        """
         if threading.current_thread() is self._thread:
             job()
         else:
@@ -536,11 +548,10 @@ class Worker:
 
 
 class Lane:
-    """A background thread that runs jobs in order, such as packing and sending; on accelerators with a stream of its
-    own.
+    """A background thread that runs jobs in order, such as packing and sending.
 
-    Tensors pass between the caller's stream and the lane's only as a job's arguments and its result, where
-    `used_on_current_stream` finds them.
+    On accelerators it has a stream of its own. Tensors pass between the caller's stream and the lane's only as a job's
+    arguments and its result, where `used_on_current_stream` finds them.
     """
 
     def __init__(self, name: str, device: torch.device, health: Health, worker: Worker | None = None) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 OUTLINE = (255, 176, 0)  # red, green and blue of a mask's outline
-LOOK_S = 0.5  # time between two looks at a job
+LOOK_S = 0.5  # seconds between two checks of a job's process
 SAID = 2000  # characters at the end of a failed job's output that its error shows
 # Options of `cocodiff inpaint` that callers of `restore` cannot give, since it sets them itself.
 DECIDED = "input mask out preset format quiet keep_samples overwrite resume config dry_run"
@@ -52,10 +52,10 @@ class Outcome:
     # as the restoration, or "unknown".
     kind: str = "unknown"
     rival: str | None = None  # the method without a model that is best on hidden regions; None if nothing was hidden
-    lead_db: float | None = None  # PSNR of the restoration there minus the rival's, in dB; None if nothing was hidden
+    lead_db: float | None = None  # PSNR of the restoration minus the rival's on them, in dB; None if nothing was hidden
     expected_db: Sequence[float] | None = None  # 95 % range of that difference under the mask; None for too few regions
     regions: int = 0  # number of hidden regions
-    voxels: int = 0  # number of voxels in them
+    voxels: int = 0  # number of voxels in these regions
     reason: str | None = None  # why `kind` is "unknown"; None if it is not
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, repr=False)
 class Restored:
-    """A restored volume, [Z, Y, X] or [Y, X] as it was given. All arrays have that shape."""
+    """The result of `cocodiff.restore`. All arrays have the shape of the given volume, [Z, Y, X] or [Y, X]."""
 
     mean: np.ndarray  # the restoration, in the volume's dtype; outside the mask the volume's voxels, bit for bit
     mask: np.ndarray  # True for voxels that were restored, after the options `grow` and `invert`
@@ -90,6 +90,7 @@ class Restored:
     metrics: dict[str, Any]  # content of metrics.json
 
     def __repr__(self) -> str:
+        """Return one line: shape, dtype, number of restored voxels and of samples, and the outcome."""
         what = f"{' x '.join(map(str, self.mean.shape))} of {self.mean.dtype}, {int(self.mask.sum()):,} voxels restored"
         return f"Restored({what}, {len(self.samples)} sample(s); {self.outcome})"
 
@@ -215,10 +216,14 @@ def restore(
 
 
 def _save(array: Any, path: Path) -> None:
-    """Save an array as .npy, piece by piece, since it may be larger than memory.
+    """Save the volume or the mask that a caller of `restore` gives as .npy, part by part: it may be larger than memory.
 
-    The file's name tells if it is the volume or the mask, which is saved as 0 and 1. Raise UserError for an array that
-    cannot be restored, including one whose attributes declare some of its voxels missing.
+    Raise UserError for an array that cannot be restored, including one whose attributes declare some of its voxels
+    missing.
+
+    Args:
+        array: NumPy, Zarr or Dask array, torch tensor or nested list
+        path: file to write: volume.npy, or mask.npy, for which the array is saved as 0 and 1
     """
     import numpy as np
 
@@ -251,10 +256,10 @@ def _save(array: Any, path: Path) -> None:
 
 
 def _pieces(array: Any) -> Iterable[tuple[slice, ...]]:
-    """Return the indices of the pieces in which an array is read, each whole along the last axis.
+    """Return the indices by which an array is read part by part: tuples of slices, for all axes but the last.
 
-    A piece is as long along the other axes as the array's chunks, so each chunk is decoded or computed only once.
-    Without chunks a piece is one slice of a volume, or one row of an image.
+    A part is whole along the last axis, and as long along the others as the array's chunks. So each chunk is decoded or
+    computed only once. Without chunks a part is one slice of a volume, or one row of an image.
     """
     chunks = getattr(array, "chunks", None) or (1, *array.shape[1:])
     cuts = []
@@ -265,7 +270,14 @@ def _pieces(array: Any) -> Iterable[tuple[slice, ...]]:
 
 
 def _words(options: dict[str, Any]) -> list[str]:
-    """Return options as words of the command line. Raise UserError for arrays."""
+    """Return options of `cocodiff inpaint` as words of the command line, such as "--seed=1".
+
+    An option that is None is left out. One that is a list has a word for each entry; `range` has one word, with commas.
+    Raise UserError for a value that is an array.
+
+    Args:
+        options: values by the options' names
+    """
     words = []
     for name, value in options.items():
         if getattr(value, "ndim", 0):
@@ -278,11 +290,16 @@ def _words(options: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _started(folder: Path) -> Iterator[tuple[Popen[str], int]]:
-    """Start the process of a job, which waits for its options on stdin. End it if the block raises.
+    """Start the process that runs `cocodiff inpaint` for `restore`. End it if the block raises.
 
-    Yield it and the file `Launch.cause`, which is in memory: a full disk does not hide why a job fails. The job's
-    output goes to the file `said` in the folder. It is started before the volume is written to the folder, since it
+    It waits for its options, a JSON list of words, on stdin. It is started before the volume is written, since it
     removes the folder if this process is killed.
+
+    Yield the process, and the descriptor of a file in memory into which it writes why it fails (see `read_cause`). A
+    full disk does not hide that.
+
+    Args:
+        folder: temporary folder of this call of `restore`; the job's output goes to the file `said` in it
     """
     env = without_launcher(os.environ)
     with (folder / "said").open("w") as said, os.fdopen(os.memfd_create("cocodiff")) as file:
@@ -302,9 +319,15 @@ def _started(folder: Path) -> Iterator[tuple[Popen[str], int]]:
 
 
 def _watch(job: Popen[str], out: Path, progress: bool, timeout_s: float | str) -> None:
-    """Wait for a job's end, and show a bar of the slices that are finished in the store below `out`.
+    """Wait for the end of the process that runs a job. Show a bar of the slices that it has finished.
 
-    Raise PeerLost if the job's process is stopped for more than `timeout_s`: nobody else watches it.
+    Raise PeerLost if the process is stopped by a signal (SIGSTOP) for more than `timeout_s`. It is killed then.
+
+    Args:
+        job: the process
+        out: the job's folder of results, in which finished slices are counted
+        progress: False to show no bar
+        timeout_s: seconds; a number or its text
     """
     from tqdm.auto import tqdm
 
@@ -329,9 +352,14 @@ def _watch(job: Popen[str], out: Path, progress: bool, timeout_s: float | str) -
 
 
 def _error(code: int, cause: int, folder: Path) -> Exception:
-    """Return the error of a failed job, which it has noted in the file `cause`, or its exit code shows.
+    """Return the error that `restore` raises for a failed job: UserError, PeerLost, or RuntimeError with its output.
 
-    Temporary files and `--` are removed from a UserError.
+    Paths of temporary files, and `--` before options, are removed from the text of a UserError.
+
+    Args:
+        code: exit code of the job's process; below 0 minus the number of the signal that killed it
+        cause: descriptor of the file into which the job may have written why it failed
+        folder: the job's temporary folder, with its output in the file `said`
     """
     failed = RuntimeError(f"the restoration failed: {(folder / 'said').read_text(errors='replace')[-SAID:]}")
     error = PeerLost(0, f"was killed by {signal.Signals(-code).name}") if code < 0 else read_cause(cause)
@@ -348,8 +376,8 @@ def _read(folder: Path, preset: str) -> Restored:
     """Return the results of a finished job from its temporary folder.
 
     Args:
-        folder: has the mask, and in `out` what the job has written.
-        preset: the preset that the job restored with, which is in the names of its files.
+        folder: folder with the mask (mask.npy) and the job's results (`out`)
+        preset: name of the preset that the job restored with, which is in the names of its files
     """
     import numpy as np
 

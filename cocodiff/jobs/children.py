@@ -37,19 +37,24 @@ FILES, FILES_OF_A_PEER = 16, 4
 
 
 class StopRequest:
-    """A signal handler that only sets a flag. An exception could interrupt any line, and leave a process unattended."""
+    """A signal handler that only sets the flag `asked`, which the loop of a process that has children reads.
+
+    An exception could interrupt any line, and leave a child unattended.
+    """
 
     asked = False  # True once a signal has arrived
 
     def __call__(self, *_: Any) -> None:
+        """Set the flag. Python calls this with the signal's number and the stack frame, which are ignored."""
         self.asked = True
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Record STOPS in a flag while the block lasts, instead of ending this process.
+    """Record SIGINT, SIGTERM, SIGHUP and SIGQUIT in a flag while the block lasts, instead of ending this process.
 
-    Signals that are ignored stay ignored, for instance SIGHUP under nohup. The earlier handlers are restored.
+    Yield the flag. Signals that are ignored stay ignored, for instance SIGHUP under nohup. The earlier handlers are
+    restored.
     """
     stop = StopRequest()
     heeded = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
@@ -62,13 +67,13 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def ignore_stops() -> None:
-    """Ignore all signals of STOPS in this process."""
+    """Ignore SIGINT, SIGTERM, SIGHUP and SIGQUIT from now on: in forked children, and while Python exits."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def keep_interrupts() -> None:
-    """Install a hook that sends this process its signal again if Python has dropped a KeyboardInterrupt.
+    """Install a hook that sends this process SIGTERM or SIGINT again if Python has dropped a KeyboardInterrupt.
 
     Python drops exceptions in callbacks of weak references and in finalisers, and only prints a traceback. A run that
     was interrupted there would continue.
@@ -93,8 +98,12 @@ def keep_interrupts() -> None:
 def fork(job: Callable[[], int], on_terminate: Any) -> int:
     """Fork a process that runs `job` and exits with its result, or with 1 if it raises. Return the process id.
 
-    The process is killed when its parent ends. It ignores STOPS except SIGTERM, which only the parent sends: Ctrl-C and
-    a hangup reach every process of the terminal. `on_terminate` is its handler for SIGTERM.
+    The process is killed when its parent ends. It ignores the signals of Ctrl-C and of a hangup, which reach every
+    process of the terminal. Only the parent sends it SIGTERM.
+
+    Args:
+        job: function that returns an exit code
+        on_terminate: handler for SIGTERM in the process, as `signal.signal` takes it
     """
     parent = os.getpid()
     pid = os.fork()
@@ -116,7 +125,9 @@ def fork(job: Callable[[], int], on_terminate: Any) -> int:
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the Linux kernel send this process a signal when its parent ends. It stays in force after an exec.
 
-    parent: process id of the parent. If it has ended already, the signal is sent at once.
+    Args:
+        parent: process id of the parent; if it has ended already, the signal is sent at once
+        number: the signal
     """
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
@@ -125,7 +136,7 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def dependent_words(call: str, folder: str = "") -> list[str]:
-    """Return the command that runs cocodiff's `main` in a process that ends when this one ends.
+    """Return the command, as a list of words, that runs cocodiff's `main` in a process that ends when this one ends.
 
     Args:
         call: Python expression that calls `main`; it may use json, sys and Launch
@@ -136,7 +147,10 @@ def dependent_words(call: str, folder: str = "") -> list[str]:
 
 
 def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
-    """Return the result of `call`. Raise KeyboardInterrupt in it on SIGTERM, or when the parent process ends.
+    """Return the result of `call`, run as the whole work of a process that must not outlive its parent.
+
+    KeyboardInterrupt is raised in it on SIGTERM, or when the parent ends. If it then does not end within STOP_S, the
+    process exits.
 
     Args:
         call: function that returns an exit code
@@ -171,13 +185,13 @@ def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
 
 
 def signal_all(children: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to all processes with these ids."""
+    """Send the signal `number` to all processes of `children`, which are process ids."""
     for pid in children:
         os.kill(pid, number)
 
 
 def check_room(ranks: int) -> None:
-    """Raise UserError if this host lacks memory, processes or open files for this number of forked ranks."""
+    """Raise UserError if this host lacks memory, processes or open files for `ranks` forked processes."""
     memory = _available_memory()
     if memory is not None and ranks * LIBRARIES > memory:
         said = f"each takes {LIBRARIES >> 20} MiB at least and {memory >> 20} MiB are available"
@@ -201,7 +215,7 @@ def _available_memory() -> int | None:
 
 
 def _allowed_processes() -> int | None:
-    """Return the largest number of processes of this user; None if the system does not report it."""
+    """Return the largest number of processes that this user may have; None if the system does not report it."""
     listed = PROC / "sys" / "kernel" / "pid_max"
     limits = [int(listed.read_text())] if listed.exists() else []
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]

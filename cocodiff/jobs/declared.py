@@ -22,13 +22,14 @@ Declared = Mapping[str, list[float]]  # attribute's name to its numbers, in unit
 
 
 def read_declared(attributes: Mapping[str, Any], dtype: np.dtype, path: str) -> Declared:
-    """Return the numbers of the attributes of MISSING, SCALES and `_Unsigned`, by name.
+    """Return an array's attributes on missing, valid and scaled values, such as `_FillValue`: lists of numbers by name.
 
-    The list of an attribute ends before its first value that is not a number. "true" is read as 1. An attribute without
-    a number, or with only NaN, is left out. Raise UserError if `_Unsigned` contradicts the dtype's sign.
+    The list of an attribute ends before its first value that is not a number. "true" is read as 1. Other attributes,
+    and those without a number or with only NaN, are left out. Raise UserError if `_Unsigned` contradicts the dtype's
+    sign.
 
     Args:
-        attributes: all attributes of the array
+        attributes: all attributes of the array, by name
         dtype: type of the stored values
         path: name of the array, for errors
     """
@@ -39,7 +40,10 @@ def read_declared(attributes: Mapping[str, Any], dtype: np.dtype, path: str) -> 
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the values of one attribute up to the first that is not a number."""
+    """Return the values of one attribute of an array, up to the first that is not a number, as int or float.
+
+    value: a number, a text or bytes, or a list or array of these; "true" and "false" become 1 and 0
+    """
     found = list[float]()
     with suppress(ValueError, TypeError, struct.error):
         for one in np.ravel(value).tolist():
@@ -52,14 +56,20 @@ def _numbers(value: Any) -> list[float]:
 
 
 def find_limits(declared: Declared, dtype: np.dtype) -> tuple[float, float]:
-    """Return the smallest and the largest value of an integer or float dtype within the declared valid range."""
+    """Return the smallest and the largest value of an integer or float dtype that an array's attributes call valid.
+
+    declared: result of `read_declared`, of which `valid_range`, `valid_min` and `valid_max` are used
+    """
     whole, least, most = (declared.get(name, []) for name in MISSING[2:])
     info = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
     return max([info.min, *whole[:1], *least]), min([info.max, *whole[1:2], *most])
 
 
 def find_missing(declared: Declared, voxels: np.ndarray) -> np.ndarray:
-    """Return a boolean array of the voxels' shape: True where a voxel is a fill value or outside the valid range."""
+    """Return a boolean array of the voxels' shape: True where a voxel is a fill value or outside the valid range.
+
+    declared: the array's attributes, result of `read_declared`
+    """
     missing = np.zeros(voxels.shape, bool)
     if declared:
         low, high = find_limits(declared, voxels.dtype)
@@ -70,14 +80,22 @@ def find_missing(declared: Declared, voxels: np.ndarray) -> np.ndarray:
 
 
 def fill_values(declared: Declared) -> set[float]:
-    """Return the values that mark missing voxels, without NaN."""
+    """Return the values, without NaN, that an array's `_FillValue` and `missing_value` declare to mark missing voxels.
+
+    declared: result of `read_declared`
+    """
     return {one for name in MISSING[:2] for one in declared.get(name, []) if one == one}
 
 
 def move_off_missing(declared: Declared, voxels: np.ndarray, known: float) -> None:
     """Replace voxels that equal a fill value, in place, by the nearest other value in the direction of `known`.
 
-    known: a value that is not a fill value
+    A restored voxel must not be read as missing.
+
+    Args:
+        declared: the array's attributes, result of `read_declared`
+        voxels: the array to change
+        known: a value that is not a fill value
     """
     for one in sorted(fill_values(declared), key=lambda one: -abs(one - known)):
         if (equal := voxels == one).any():
@@ -87,6 +105,11 @@ def move_off_missing(declared: Declared, voxels: np.ndarray, known: float) -> No
 
 
 def describe(declared: Declared, names: Collection[str] = MISSING) -> list[str]:
-    """Return the attributes in `names` as text, such as "_FillValue 65535", except those that change nothing."""
+    """Return an array's attributes as texts, such as "_FillValue 65535", except those that change nothing.
+
+    Args:
+        declared: the attributes, result of `read_declared`
+        names: the attributes to include, if they are declared
+    """
     given = {name: declared[name] for name in names if name in declared and declared[name] != SCALES.get(name)}
     return [f"{name} {', '.join(f'{one:.12g}' for one in numbers)}" for name, numbers in given.items()]

@@ -33,11 +33,15 @@ _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 class Manifest(NamedTuple):
-    """The list of the files that cocodiff wrote into a folder, kept in the folder as JSON."""
+    """The list of the files that a run of cocodiff wrote into its folder of results, kept in that folder as JSON.
+
+    Only files of this list are ever replaced or removed.
+    """
 
     run: str  # the run's identifier, 16 hexadecimal digits
     files: list[str]  # paths relative to the folder
-    settings: dict[str, Any] | None = None  # what the results depend on; None or empty for runs without units of work
+    # The options and inputs that the results depend on, by name. None or empty for runs that cannot be resumed.
+    settings: dict[str, Any] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -62,12 +66,15 @@ NOTHING = Manifest("", [])
 
 
 def _named(pid: int) -> str:
-    """Return the text by which the lock file names a process of this host."""
+    """Return the text by which a folder's lock file names a process of this host: its id and the host's name."""
     return f"pid {pid} on {socket.gethostname()}"
 
 
 def _is_gone(who: str) -> bool:
-    """Return True if `who`, text of a lock file, names a process of this host that has ended."""
+    """Return True if the process that holds a folder's lock is known to have ended.
+
+    who: content of the lock file, such as "pid 123 on node7"; False for processes of other hosts
+    """
     pid = who.removeprefix("pid ").partition(" ")[0]
     if not pid.isdecimal() or who != _named(int(pid)):
         return False
@@ -79,13 +86,16 @@ def _is_gone(who: str) -> bool:
 
 
 def shown(out: str) -> str:
-    """Return the value of --out for an error, shortened to 80 characters."""
+    """Return the value of the option --out, shortened to 80 characters for an error."""
     return out if len(out) <= 80 else f"{out[:77]}..."
 
 
 @contextlib.contextmanager
 def refusing(out: str) -> Iterator[None]:
-    """Raise a UserError about --out in place of an error of the file system in the block."""
+    """Raise a UserError about the folder of results in place of an error of the file system in the block.
+
+    out: value of the option --out
+    """
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
@@ -97,7 +107,12 @@ def refusing(out: str) -> Iterator[None]:
 
 
 def check_place(out: str, final: Path) -> None:
-    """Raise UserError if the folder `final` cannot be made or written to. `out` is the value of --out."""
+    """Raise UserError if the folder of results cannot be made or written to. Nothing is left in it.
+
+    Args:
+        out: value of the option --out, for errors
+        final: the folder that it names
+    """
     with refusing(out):
         if final.exists() and not final.is_dir():
             raise UserError(f"--out {shown(out)} is a file: name a folder")
@@ -108,9 +123,10 @@ def check_place(out: str, final: Path) -> None:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move all files but the manifest from one folder into another, in place of files of the same names.
+    """Move all files from the folder `source` into `target`, in place of files of the same names.
 
-    A folder that does not exist in `target` is renamed as a whole.
+    The manifest, cocodiff's list of its files, is left in `source`. A folder that does not exist in `target` is renamed
+    as a whole.
     """
     for one in [*source.iterdir()]:
         there = target / one.name
@@ -121,22 +137,28 @@ def _move(source: Path, target: Path) -> None:
 
 
 class OutputFolder:
-    """The folder that a run writes its results to.
+    """The folder that a run writes its results to (--out).
 
-    Results are written to `partial`, a hidden folder in `final`. `publish` moves them into `final` and then removes
-    those of an older run. If it is interrupted, the next start completes the move. A link in the place of the folder is
-    followed and kept.
+    Results are written to `partial`, a hidden folder in `final`, which is the folder of --out. `publish` moves them
+    into `final` and then removes those of an older run. If it is interrupted, the next start completes the move. A link
+    in the place of the folder is followed and kept.
 
     All ranks make the same object. The process that ranks are forked from, or rank 0 under a launcher, enters `held`,
     which keeps other runs out. Rank 0 calls `open` and `publish`. At the end `held` calls `discard`, which removes the
-    hidden folder of a failed run. A folder with finished units of work is kept: a run with `resume` continues from it.
+    hidden folder of a failed run. It is kept if it has finished units of work, which are batches of slices, prompts or
+    trials: a run with `resume` continues from them.
     """
 
     def __init__(self, out: str, overwrite: bool, resume: bool = False) -> None:
-        """Check that results may be written to `out`. Nothing is written. Raise UserError if they may not.
+        """Check that results may be written to a folder. Nothing is written. Raise UserError if they may not.
 
         Finished batches of a run that did not end need `overwrite`, which removes them, or `resume`, which continues
         from them. With both they are kept.
+
+        Args:
+            out: path of the folder, the value of --out
+            overwrite: True if results of an earlier run may be replaced
+            resume: True to continue a run into this folder that did not end
         """
         self.out, self.overwrite, self.resume = shown(out), overwrite, resume
         self.run = secrets.token_hex(8)
@@ -157,7 +179,10 @@ class OutputFolder:
 
     @property
     def finished(self) -> Manifest | None:
-        """The manifest of the finished run that `resume` finds here; None if work is left, or with `overwrite`."""
+        """The list of files and settings of a finished run that --resume finds in the folder, with nothing left to do.
+
+        None if work is left, without --resume, or with --overwrite.
+        """
         if not self.resume or self.overwrite:
             return None
         manifest = Manifest.read(self.partial)  # of a run killed while it moved its results
@@ -166,12 +191,14 @@ class OutputFolder:
         return manifest if manifest is not None and manifest.settings else None
 
     def confirm(self, difference: tuple[str, str, str] | None) -> None:
-        """Complete the move of the results of a run that is `finished`, if it was interrupted.
+        """Confirm that the folder has this run's results already, so that --resume has nothing to do.
 
-        Raise UserError if some of these results are missing, or if the run had other settings than this one.
+        If the move of the results into the folder was interrupted, it is completed. Raise UserError if some of the
+        results are missing, or if the earlier run had other settings than this one.
 
         Args:
-            difference: the first setting that differs: its name, its value there and its value now; None if none does
+            difference: the first setting that differs, from `first_difference`: its name, its value in the earlier run
+                and its value now; None if none does
         """
         if difference is not None:
             told = "{}: {} there, {} now".format(*difference)
@@ -185,10 +212,10 @@ class OutputFolder:
             raise UserError(f"--out {self.out}: {told}: make them again with --overwrite, or choose another folder")
 
     def _check_leftover(self) -> bool:
-        """Return True if this run continues from units that a run which did not end has finished.
+        """Return True if this run continues from the finished units of work of a run that did not end.
 
-        Raise UserError if there are such units and neither `resume` nor `overwrite` is set, or their record is damaged
-        and `overwrite` is not set.
+        Raise UserError if there are such units and neither --resume nor --overwrite is given. Raise it too if the
+        description of their job is damaged and --overwrite is not given.
         """
         kept = self.store.kept()
         if Manifest.read(self.partial) is not None:
@@ -204,12 +231,15 @@ class OutputFolder:
         return self.resume
 
     def _replaces(self) -> bool:
-        """Return True if existing results may be replaced. A run with `resume` keeps the `overwrite` it began with."""
+        """Return True if existing results may be replaced: with --overwrite, or if the resumed run began with it."""
         header = self.store.header() if self.resume else None
         return self.overwrite or (header is not None and header.get("overwrite") is True)
 
     def _check_free(self) -> None:
-        """Raise UserError if the folder has files that this run may not replace."""
+        """Raise UserError if the folder of results has files that this run may not replace.
+
+        Results of an earlier run may be replaced with --overwrite. Files that cocodiff did not write never may be.
+        """
         if not self.final.is_dir() or not {path.name for path in self.final.iterdir()} - {PARTIAL, LOCK, REFUSED}:
             return
         if self.finished is not None:
@@ -221,7 +251,10 @@ class OutputFolder:
             raise UserError(f"--out {self.out} holds no {MANIFEST}, so it is not ours to overwrite: {remedy}")
 
     def keep_apart(self, paths: Sequence[str]) -> None:
-        """Raise UserError if one of `paths`, the run's inputs, is among the files that it would replace."""
+        """Raise UserError if an input of the run is among the earlier results that the run would replace.
+
+        paths: the inputs as the user names them: files, folders, patterns, or paths inside a file such as a.h5:/b
+        """
         replaced = {(self.final / name).resolve() for name in (Manifest.read(self.final) or NOTHING).files}
         for path in paths if replaced else ():
             if "\0" not in path and self._is_among(path, replaced):
@@ -230,9 +263,10 @@ class OutputFolder:
 
     @staticmethod
     def _is_among(path: str, files: set[Path]) -> bool:
-        """Return True if an input's path names one of `files`.
+        """Return True if `path`, an input of the run, names one of `files`, earlier results that it would replace.
 
-        It may also be a folder that has one of them, a pattern that matches one, or a path in a Zarr store with one.
+        An input may also be a folder that has one of them, a pattern that matches one, or a path in a Zarr store with
+        one.
         """
         place = Path(path.split(":/")[0]).resolve()
         stores = [above for above in place.parents if above.suffix.lower() == ".zarr"]
@@ -268,9 +302,10 @@ class OutputFolder:
                     path.rmdir()
 
     def _take_lock(self) -> int:
-        """Lock the folder and return the lock's file descriptor. Raise UserError as `_lock` does.
+        """Lock the folder of results for this run and return the lock file's descriptor.
 
-        Ranks that are forked later share the descriptor, so the lock is free when the run's last process has ended.
+        Raise UserError if another run has it locked. Ranks that are forked later share the descriptor, so the lock is
+        free when the run's last process has ended.
         """
         while True:
             lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -287,9 +322,10 @@ class OutputFolder:
             os.close(lock)
 
     def _lock(self, lock: int, kind: int) -> None:
-        """Lock an open lock file. Raise UserError if another run has it locked.
+        """Lock the open lock file of the folder of results. Raise UserError if another run has it locked.
 
-        Wait up to LEAVING_S if the process that it names has ended: the last ranks of a killed run end shortly after.
+        If the process named in the file has ended, wait up to LEAVING_S: the last ranks of a killed run end shortly
+        after it. File systems without locks are accepted.
 
         Args:
             lock: the file's descriptor
@@ -311,7 +347,11 @@ class OutputFolder:
                 raise
 
     def _clear_leftover(self) -> None:
-        """Move finished results of a killed run into place. Remove unfinished ones that this run does not use."""
+        """Handle what a killed run has left in the hidden folder of unfinished results.
+
+        If its results are complete, they are moved into the folder of results. Else they are removed, unless this run
+        continues from them (--resume).
+        """
         manifest = Manifest.read(self.partial)
         if manifest is not None:
             self._put_in_place(manifest)
@@ -319,9 +359,10 @@ class OutputFolder:
             shutil.rmtree(self.partial)
 
     def open(self) -> Path:
-        """Make the folder `partial` and return it. It is empty, or has the units that this run continues from.
+        """Make the hidden folder that this run writes its results into, and return it.
 
-        Anything else that a killed run has left is moved into place or removed first.
+        It is empty, or has the finished units of work that the run continues from (--resume). Anything else that a
+        killed run has left is removed, or moved into the folder of results if it is complete.
         """
         with refusing(self.out):
             self._clear_leftover()
@@ -329,7 +370,10 @@ class OutputFolder:
         return self.partial
 
     def publish(self) -> None:
-        """Move the results into `final`, then remove those of an older run. Raise OwnRankError if that fails."""
+        """Move the finished results from the hidden folder into the folder of --out. Then remove those of an older run.
+
+        Rank 0 calls it at the end of the work. Raise OwnRankError if it fails.
+        """
         found = (path.relative_to(self.partial) for path in self.partial.rglob("*") if not path.is_dir())
         # A run that was killed may have left an unfinished manifest, which is not a result.
         files = sorted(str(path) for path in found if path.parts[0] not in (FOLDER, f"{MANIFEST}.partial"))
@@ -344,9 +388,13 @@ class OutputFolder:
             raise OwnRankError(f"the results could not be put into {self.final} ({reason}): {remedy}") from error
 
     def _put_in_place(self, manifest: Manifest) -> None:
-        """Move the files of `manifest` from `partial` into `final`. Remove the store and the files of an older run.
+        """Move finished results from the hidden folder into the folder of --out. Remove what is no longer needed.
 
-        Raise UserError if a file that cocodiff did not write is in the way.
+        The record of finished units of work and the files of an older run are removed. Raise UserError if a file that
+        cocodiff did not write is in the way.
+
+        Args:
+            manifest: the list of the results to move
         """
         self.store.remove()
         (self.final / REFUSED).unlink(missing_ok=True)
@@ -363,7 +411,13 @@ class OutputFolder:
         shutil.rmtree(self.partial)
 
     def _remove(self, name: str) -> None:
-        """Remove a file of an older run, and the folders that this leaves empty. Nothing outside `final` is removed."""
+        """Remove a file of an older run from the folder of results, and the folders that this leaves empty.
+
+        Nothing outside the folder is removed.
+
+        Args:
+            name: path of the file, relative to the folder
+        """
         path = self.final / name
         if not path.parent.resolve().is_relative_to(self.final):
             return  # a folder was replaced by a link that leads outside
@@ -374,12 +428,18 @@ class OutputFolder:
                 (self.final / folder).rmdir()
 
     def discard(self) -> None:
-        """Remove the folder `partial`, unless its results are complete or a unit of work is finished."""
+        """Remove the hidden folder with the results of a failed run.
+
+        It is kept if the results are complete, or if a unit of work is finished, from which --resume can continue.
+        """
         if Manifest.read(self.partial) is None and self.store.kept() is None:
             shutil.rmtree(self.partial, ignore_errors=True)
 
     def left(self) -> str:
-        """Return a text for the user on what a run that failed has left in the folder."""
+        """Return a text for the user on what this run has left in the folder of results although it failed.
+
+        For example "12 of 80 slices are kept: go on with --resume", or "nothing was written".
+        """
         for folder in (self.final, self.partial):
             manifest = Manifest.read(folder)
             if manifest is not None and manifest.run == self.run:
@@ -396,7 +456,10 @@ class OutputFolder:
 
 @contextlib.contextmanager
 def storage_faults(what: str) -> Iterator[None]:
-    """Raise OwnRankError, in one line about `what`, if the disk is full or fails in the block. Pass on other errors."""
+    """Raise OwnRankError, in one line, if the disk is full or fails in the block. Other errors are passed on.
+
+    what: noun phrase for the files that are written, the subject of the line
+    """
     try:
         yield
     except OSError as error:

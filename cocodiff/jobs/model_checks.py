@@ -43,7 +43,7 @@ PIXEL_BYTES = 4 * 3 * 4  # bytes per pixel while an image is decoded and written
 
 
 def read_shape(path: Path) -> dict[str, Any]:
-    """Return the content of a transformer's config.json.
+    """Return the content of a diffusion transformer's config.json: its settings by name.
 
     Raise UserError if it cannot be read, is not a JSON object, or has sizes that no transformer can have.
     """
@@ -68,23 +68,34 @@ def read_shape(path: Path) -> dict[str, Any]:
 
 
 def patch_side(config: Mapping[str, Any]) -> int:
-    """Return the side of a token in latent pixels. For videos it is the last of the patch's three sides."""
+    """Return the side of a token in latent pixels. For videos it is the last of the patch's three sides.
+
+    config: content of the transformer's config.json
+    """
     patch = config.get("patch_size", 1)
     return int(patch[-1] if isinstance(patch, list) else patch)
 
 
 def _is_count(value: Any, most: int) -> bool:
-    """Return True for an int from 1 to `most`."""
+    """Return True if a value is an int, not a bool or float, from 1 to `most`."""
     return type(value) is int and 1 <= value <= most
 
 
 def _is_split(axes: Any, width: int) -> bool:
-    """Return True for a list of positive even numbers whose sum is `width`."""
+    """Return True if `axes` is a list of positive even numbers whose sum is `width`.
+
+    Rotary embeddings need that of `axes_dims_rope`, the channels of a head for each axis, and the head's channels.
+    """
     return isinstance(axes, list) and all(_is_count(one, width) and one % 2 == 0 for one in axes) and sum(axes) == width
 
 
 def _check_layers(config: Mapping[str, Any], path: Path) -> None:
-    """Raise UserError if a number of layers is above MOST_LAYERS, since diffusers would build them for hours."""
+    """Raise UserError if a model's config asks for more than MOST_LAYERS layers, which diffusers would build for hours.
+
+    Args:
+        config: content of a config.json; lists have a number of layers for each level
+        path: the file, for errors
+    """
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         layered = re.search(r"layers(_per_block)?$|res_blocks$", key)
@@ -98,7 +109,7 @@ def check_index(index: Mapping[str, Any], path: Path, parts: Sequence[str]) -> N
     Args:
         index: content of the file
         path: the file, for errors
-        parts: optional parts, which may be absent; those in REQUIRED are always checked
+        parts: names of optional parts, such as "text_encoder"; those in REQUIRED are always checked
     """
     for part in (*REQUIRED, *(name for name in parts if name in index)):
         named = index.get(part)
@@ -119,7 +130,7 @@ def check_folder(folder: Path, index: Mapping[str, Any], parts: Sequence[str]) -
     Args:
         folder: folder in diffusers' layout
         index: content of its model_index.json
-        parts: optional parts, which may be absent; those in REQUIRED are always checked
+        parts: names of optional parts, such as "text_encoder"; those in REQUIRED are always checked
     """
     check_index(index, folder / "model_index.json", parts)
     named = [part for part in parts if (index.get(part) or [None])[0]]
@@ -146,8 +157,8 @@ def check_scheduler(scheduler: Any, pipeline: Any, restores: bool, keeps: bool, 
     Args:
         scheduler: the scheduler, with its settings
         pipeline: class of the pipeline
-        restores: True to restore masked regions, which needs one call of the transformer in each step
-        keeps: True to keep known latents in each step (`known_regions.py`), which needs the usual arguments of `step`
+        restores: True if the pipeline is to restore masked regions, which needs one call of the transformer a step
+        keeps: True if known latents replace generated ones after each step, which needs the usual arguments of `step`
         model: name of the model, for errors
     """
     config, name, problem = scheduler.config, pipeline.__name__, ""
@@ -173,7 +184,12 @@ def check_scheduler(scheduler: Any, pipeline: Any, restores: bool, keeps: bool, 
 
 
 def _check_timesteps(scheduler: Any, model: str) -> None:
-    """Raise UserError if a scheduler's settings give timesteps outside 0 to num_train_timesteps, or none above 0."""
+    """Raise UserError if a scheduler's settings give timesteps outside 0 to num_train_timesteps, or none above 0.
+
+    Args:
+        scheduler: scheduler of a diffusers pipeline, which is set to TRIAL_STEPS steps
+        model: name of the model, for errors
+    """
     import torch
 
     see = "see scheduler/scheduler_config.json"
@@ -195,7 +211,12 @@ def _check_timesteps(scheduler: Any, model: str) -> None:
 
 
 def check_loaded(pipe: Any, model: str) -> None:
-    """Raise UserError if a loaded pipeline lacks weights, did not use some, or has parts that do not fit together."""
+    """Raise UserError if a loaded diffusers pipeline lacks weights, did not use some, or has parts that do not fit.
+
+    Args:
+        pipe: the pipeline
+        model: its folder or name, as the user gave it
+    """
     for part in (*EXPERTS, "vae"):
         module = getattr(pipe, part, None)
         if module is None:
@@ -210,7 +231,13 @@ def check_loaded(pipe: Any, model: str) -> None:
 
 
 def _check_all_used(module: Any, part: str, model: str) -> None:
-    """Raise UserError if weight files of a transformer have tensors that the loaded module does not."""
+    """Raise UserError if the weight files of a transformer have tensors that the loaded module has no place for.
+
+    Args:
+        module: the loaded transformer
+        part: its folder in the model's: "transformer" or "transformer_2"
+        model: the model's folder
+    """
     ignored = type(module)._keys_to_ignore_on_load_unexpected or ()
     unused = set(read_headers(Path(model) / part)) - set(module.state_dict())
     unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
@@ -220,12 +247,20 @@ def _check_all_used(module: Any, part: str, model: str) -> None:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of some names and the number of the others, such as "a and 2 more"."""
+    """Return a list of names shortened for an error: the first name and the number of others, as "a and 2 more".
+
+    names: at least one
+    """
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _check_latents(pipe: Any, model: str) -> None:
-    """Raise UserError if VAE and transformer have different latents, or settings of the VAE are not usable numbers."""
+    """Raise UserError if VAE and transformer have different latents, or settings of the VAE are not usable numbers.
+
+    Args:
+        pipe: the loaded diffusers pipeline
+        model: name of the model, for errors
+    """
     config, transformer = pipe.vae.config, pipe.transformer.config
     channels = config.get("latent_channels") or config.get("z_dim")
     leaves = transformer.get("out_channels") or transformer.in_channels
@@ -274,15 +309,15 @@ def check_sides(
     multiple: int = 1,
     does: str = "makes",
 ) -> None:
-    """Raise UserError for an image size that the model would round, has no positions for, or that exceeds the memory.
+    """Raise UserError for an image size that the model would round, has no positions for, or cannot decode in memory.
 
     Args:
         pipe: the loaded pipeline
         height, width: sides in pixels
         model: name of the model, for errors
         frames: number of a video's frames; 1 for images
-        options: names of the options that gave height and width, for errors
-        multiple: the number of pixels that each side must be a multiple of
+        options: names of the command's options that gave height and width, for errors
+        multiple: number of pixels that each side must be a multiple of
         does: verb for errors: "makes" or "takes" images of such sides
     """
     given = [*zip(options, (height, width), strict=True)]
@@ -312,7 +347,13 @@ def check_sides(
 
 
 def check_weights(folder: Path, part: str, model: str) -> None:
-    """Raise UserError if a part of a model, a folder in `folder`, has no safetensors weights."""
+    """Raise UserError if a part of a model has no safetensors weights.
+
+    Args:
+        folder: the model's folder
+        part: name of the part and of its folder there, such as "vae"
+        model: name of the model, for errors
+    """
     files = list((folder / part).glob("*")) if (folder / part).is_dir() else []
     if any(file.suffix == ".safetensors" for file in files):
         return
@@ -325,9 +366,12 @@ def check_weights(folder: Path, part: str, model: str) -> None:
 
 
 def variant_of(folder: Path) -> str | None:
-    """Return the variant in the names of a part's weight files, such as "fp16", to pass to diffusers as `variant`.
+    """Return the variant in the names of weight files, such as "fp16", to pass to diffusers' loader as `variant`.
 
     Return None if the names have no variant, or not all the same.
+
+    Args:
+        folder: folder with the safetensors files of one part of a model
     """
     named = re.compile(r"(?:diffusion_pytorch_)?model(?:\.(\w+))?(?:-.*)?\.safetensors")
     found = {match[1] for path in folder.glob("*.safetensors") if (match := named.fullmatch(path.name))}
@@ -335,9 +379,10 @@ def variant_of(folder: Path) -> str | None:
 
 
 def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
-    """Return the dtype (safetensors' name) and the number of values of each tensor in a folder, by the tensor's name.
+    """Return the dtype and the number of values of each tensor in a folder's safetensors files, by the tensor's name.
 
-    Only the headers of its safetensors files are read. Raise UserError for files that cannot be read.
+    The dtype is safetensors' word, such as "BF16". Only the headers of the files are read. Raise UserError for files
+    that cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -358,7 +403,7 @@ def read_headers(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def stored_values(folder: Path) -> Counter[str]:
-    """Return the number of values of each dtype (safetensors' name) in a folder's safetensors files."""
+    """Return the number of values of each dtype in a folder's safetensors files, by its name there, such as "BF16"."""
     values: Counter[str] = Counter()
     for dtype, number in read_headers(folder).values():
         values[dtype] += number
@@ -372,14 +417,14 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def conversion(model: str, folder: Path, dtype: str) -> str:
-    """Return a line on the memory that each rank on a CPU needs to convert the weights to `dtype`.
+    """Return a line for the user on the memory that each rank on a CPU needs to convert the weights to `dtype`.
 
     Return "" if they are stored in that dtype, or in an unknown one.
 
     Args:
         model: name of the model, for the line
         folder: folder of the weights
-        dtype: "fp32", "bf16" or "fp16"
+        dtype: dtype to compute in: "fp32", "bf16" or "fp16"
     """
     stored = stored_dtype(folder)
     if stored in (None, dtype):

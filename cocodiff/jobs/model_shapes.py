@@ -17,7 +17,9 @@ from cocodiff.planner.case import ModelShape, shape_of_config
 
 
 def load_shape(name: str) -> ModelShape:
-    """Return a model's shape. Raise UserError if it cannot be found or read.
+    """Return the sizes of a model that decide its memory and time. Raise UserError if it cannot be found or read.
+
+    Only a configuration and headers of weights are read, no weights.
 
     name: name of a file in configs/models, path of a YAML file, or folder in diffusers' layout
     """
@@ -36,7 +38,7 @@ def load_shape(name: str) -> ModelShape:
 
 
 def family_of_shape(name: str) -> str | None:
-    """Return the family that a model file names; None if it names none.
+    """Return the name of the family of models (such as "FLUX.1") that a model file gives; None if it gives none.
 
     name: name of a file in configs/models, or path of a YAML file
     """
@@ -45,13 +47,13 @@ def family_of_shape(name: str) -> str | None:
 
 
 def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
-    """Return the shape that a model file describes.
+    """Return the sizes of a model that a YAML file of a model (configs/models) describes.
 
     Raise UserError for unknown keys or an unknown family, and TypeError if required fields are missing.
 
     Args:
-        values: fields of ModelShape, and `family`, whose facts are used for absent fields. `entrance` is accepted for
-            `unsharded_copies`, which had that name before.
+        values: content of the file: fields of ModelShape by name, and `family`, the family of models whose facts are
+            used for absent fields. `entrance` is accepted for `unsharded_copies`, which had that name before.
         where: name of the file, for errors
     """
     given = {"unsharded_copies" if key == "entrance" else key: value for key, value in values.items()}
@@ -63,10 +65,14 @@ def shape_of_mapping(values: Mapping[str, Any], where: str) -> ModelShape:
 
 
 def shape_of_folder(path: Path) -> ModelShape:
-    """Return the shape of the transformer that a config.json describes. It takes no memory for the weights.
+    """Return the sizes of the transformer that a config.json in diffusers' layout describes.
 
-    If the file is in the folder `transformer` of a pipeline, text encoders, VAE and a second transformer are included.
-    Raise UserError if the class is unknown or cannot be built from the file.
+    The model is built without memory for its weights. If the file is in the folder `transformer` of a pipeline, text
+    encoders, VAE and a second transformer are included. Raise UserError if the class is unknown or cannot be built from
+    the file.
+
+    Args:
+        path: the config.json
     """
     import torch
 
@@ -97,13 +103,13 @@ def shape_of_folder(path: Path) -> ModelShape:
 
 
 def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str, Any]:
-    """Return the fields of ModelShape on a pipeline's text encoders, VAE and video, by name.
+    """Return the fields of ModelShape `encoders`, `vae` and, for some models of videos, `video`, by name.
 
     They are read from the headers of the weights and from model_index.json.
 
     Args:
         shape: shape of the transformer
-        family: family of the transformer
+        family: facts about the transformer's family of models
         folder: folder of the pipeline
     """
 
@@ -120,5 +126,8 @@ def of_other_parts(shape: ModelShape, family: Family, folder: Path) -> dict[str,
 
 
 def family_of_class(name: str) -> Family | None:
-    """Return the family whose transformer's class has this name; None if there is none that `plan` can describe."""
+    """Return the family of models whose transformer is a given class of diffusers; None if `plan` knows none.
+
+    name: name of the class, such as "FluxTransformer2DModel"
+    """
     return next((family for family in families() if family.planned and family.class_name == name), None)

@@ -59,30 +59,37 @@ MOST |= dict.fromkeys(("height", "width", "size", "frames"), 2**16)
 
 
 def engine_record() -> type[Config]:
-    """Return the dataclass of the engine's settings that commands use: `Config`, or what the registry has in its place.
+    """Return the dataclass whose fields are the engine's settings: `Config`, or a class that the registry has instead.
 
-    Flags, keys of settings files and of sweeps, and the engines that commands start all follow from it.
+    The flags of commands, the keys of settings files and of sweeps, and the engines that commands start follow from it.
     """
     return cast("type[Config]", load(RECORDS, "engine"))
 
 
 def with_settings(own: Sequence[Option], wanted: Callable[[Option], bool] = lambda setting: True) -> tuple[Option, ...]:
-    """Return a command's own options, then flags for the engine's settings that have none of these options' names.
+    """Return all options of a command that starts an engine: its own, then a flag for each of the engine's settings.
 
-    wanted: function that is True for the settings to include
+    A setting that has the name of one of the command's own options gets no flag. Nor has one that only code can give.
+
+    Args:
+        own: the command's own options
+        wanted: function that is True for the settings to include; by default all
     """
     flags = [one for one in settings_of(engine_record()).values() if one.given != "code"]
     return beside(own, [_flag(one) for one in flags if wanted(one)])
 
 
 def beside(own: Sequence[Option], others: Iterable[Option]) -> tuple[Option, ...]:
-    """Return a command's own options, then those of `others` that have another name than all of these."""
+    """Return a command's own options, then those of `others` whose names none of its own options has."""
     names = {option.name for option in own}
     return (*own, *(one for one in others if one.name not in names))
 
 
 def _flag(setting: Option) -> Option:
-    """Return the flag of a setting. Its default is None, since the preset's value is used, except for the machine's."""
+    """Return the option of the command line by which users give a setting of the engine.
+
+    Its default is None, since the preset's value is used. Settings that describe the machine keep their own default.
+    """
     if setting.given == "machine":
         return setting
     told = "".join(f"; with {other} {' or '.join(values)}" for other, *values in filter(None, [setting.only_with]))
@@ -97,7 +104,7 @@ def parse(
     sections: Sequence[str] = (),
     headings: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the values of all options by name: from the command line, else from the file of `--config`, else defaults.
+    """Return the values of a command's options by name: the command line's, else those of --config, else defaults.
 
     `--any-key` and `--any_key` are the same. Booleans are `--key`, `--no_key`, or `--key true` or `false`. Raise
     UserError for unknown options and keys (with a suggestion), wrong types and missing values. With --help, print the
@@ -108,9 +115,9 @@ def parse(
         about: what the command does, for its help
         options: the options it takes
         words: the command line after the command
-        sections: keys that only the file may have; their values are returned unchecked, None if absent
-        headings: for a job, the names of the options that --help shows under each heading, before HEADINGS; None to
-            show all options
+        sections: keys that only the file of --config may have; their values are returned unchecked, None if absent
+        headings: for a job, the text of names of options, separated by spaces, that --help shows under each heading,
+            before those of HEADINGS; None to show all options
     """
     full = headings is None or not {"--help-all", "--help_all"}.isdisjoint(words)
     parser = _parser(command, about, options, {**headings, **HEADINGS} if headings else {}, full)
@@ -133,15 +140,22 @@ def parse(
 
 
 def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings among the options' values, by name, without those that are None."""
+    """Return the engine's settings that a user has given, by name.
+
+    values: values of a command's options, by name, from `parse`; None for those that were not given
+    """
     flags = [name for name, one in settings_of(engine_record()).items() if one.given != "code"]
     return {name: values[name] for name in flags if values.get(name) is not None}
 
 
 def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
-    """Return the configs of the presets that `--preset` names (A,B or A B), by name.
+    """Return the engine's settings for each preset that --preset names (A,B or A B), by the preset's name.
 
-    Settings among the options replace those of each preset. Raise UserError for an unknown preset, or if none is named.
+    Settings that are given as options replace those of each preset. Raise UserError for an unknown preset, or if none
+    is named.
+
+    Args:
+        values: values of the command's options, by name; `preset` is a list of words
     """
     names = list(dict.fromkeys(name for word in values["preset"] for name in word.split(",") if name))
     for name in names:
@@ -152,7 +166,12 @@ def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
 
 
 def check_counts(values: dict[str, Any], *names: str) -> None:
-    """Raise UserError if one of the named options has a value below 1, or above its limit in MOST (else 10**9)."""
+    """Raise UserError if one of the named options has a value below 1, or above its limit in MOST (else 10**9).
+
+    Args:
+        values: values of the command's options, by name: a number, a list of numbers or None each
+        names: the options to check
+    """
     for name in names:
         most = MOST.get(name, 10**9)
         for value in values[name] if isinstance(values[name], list) else [values[name]]:
@@ -162,11 +181,11 @@ def check_counts(values: dict[str, Any], *names: str) -> None:
 
 
 def check_strength(strength: float, steps: Sequence[int]) -> None:
-    """Raise UserError if `strength` is not in (0, 1], or makes a schedule of more than MOST["steps"] steps.
+    """Raise UserError if the option --strength is not in (0, 1], or makes a schedule of more than MOST["steps"] steps.
 
     Args:
-        strength: the part of the schedule that runs, at its end
-        steps: the numbers of steps that are to run
+        strength: share of the denoising schedule that runs, its end: inpainting then starts from less noise
+        steps: the numbers of denoising steps of the job's runs, which are that share of their schedules
     """
     if not 0 < strength <= 1:
         raise UserError(f"--strength {strength}: give a number above 0 and up to 1")
@@ -177,28 +196,39 @@ def check_strength(strength: float, steps: Sequence[int]) -> None:
 
 
 def _check_number_or_word(option: Option, value: Any) -> None:
-    """Raise UserError if a text is neither a word of the option nor a whole number of at most 18 digits."""
+    """Raise UserError if a text given for an option is neither one of its words nor a number of at most 18 digits.
+
+    Args:
+        option: an option that takes a whole number or a word, such as "auto"
+        value: its value; other values than texts are accepted
+    """
     if isinstance(value, str) and value not in option.words and not re.fullmatch(r"[0-9]{1,18}", value):
         said = "not a whole number of at most 18 digits" if value.isdigit() else f"give {option.wanted}"
         raise UserError(f"--{option.name} {value[:20]!r}: {said}")
 
 
 class _Parser(ArgumentParser):
-    """A parser for which `-` and `_` in names are the same, and words with one hyphen, as -1000,3000, are values."""
+    """A parser of command lines for which `-` and `_` in options' names are the same.
+
+    Words that begin with one hyphen, as -1000,3000, are values. A mistake raises UserError instead of exiting.
+    """
 
     def _parse_optional(self, arg_string: str) -> Any:
+        """Return argparse's options for a word of the command line; None if the word is a value."""
         name, equals, value = arg_string.partition("=")
         long = f"--{name[2:].replace('-', '_')}{equals}{value}"
         return super()._parse_optional(long) if name.startswith("--") else None
 
     def error(self, message: str) -> Any:
+        """Raise UserError with argparse's message on a wrong command line, as one line."""
         raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
 
 
 class _Help(HelpFormatter):
-    """A formatter of the help that shows a flag as `--x`, and an option of several values as `--x X ...`."""
+    """A formatter of --help that shows a boolean option as `--x`, and an option of several values as `--x X ...`."""
 
     def _format_args(self, action: Action, default_metavar: str) -> str:
+        """Return the placeholder for an option's values in --help: "" for booleans, "X ..." for several values."""
         plain = super()._format_args(action, default_metavar)
         return {"?": "", "+": f"{plain.partition(' ')[0]} ..."}.get(str(action.nargs), plain)
 
@@ -206,13 +236,15 @@ class _Help(HelpFormatter):
 def _parser(
     command: str, about: str, options: Sequence[Option], headings: Mapping[str, str], full: bool
 ) -> ArgumentParser:
-    """Return the parser of a command's options.
+    """Return the parser of a command line for a command's options.
 
     Args:
         command: words after "cocodiff"
         about: what the command does, for its help
         options: the options it takes
-        headings: names of options, separated by spaces, under each heading of the help; all others follow
+        headings: text with names of options, separated by spaces, by the heading of the help under which they stand;
+        all
+            others follow
         full: True to show all options in the help, each with its whole text
     """
     needed = "".join(f" --{option.name} {option.name.upper()}" for option in options if option.required)
@@ -248,7 +280,15 @@ def _parser(
 
 
 def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence[str]) -> dict[str, Any]:
-    """Return the values on a command line by option, each in its option's type. Raise UserError for unknown options."""
+    """Return the values on a command line by the option's name, each in its option's type.
+
+    Raise UserError for an unknown option, a value of a wrong type, or one option given twice.
+
+    Args:
+        parser: the parser that `_parser` returns for these options
+        options: the options of the command
+        words: the command line after the command
+    """
     found, extra = parser.parse_known_args(words)
     if "-h" in extra:
         parser.print_help()
@@ -269,7 +309,10 @@ def _of_words(parser: ArgumentParser, options: Sequence[Option], words: Sequence
 
 
 def _typed(option: Option, word: str, parser: ArgumentParser) -> Any:
-    """Return a word of the command line in the option's type. Raise UserError if it has another type."""
+    """Return a word of the command line as a bool, number or text, by its option's type. Raise UserError if it is none.
+
+    parser: the command's parser, which raises the error
+    """
     if option.type is bool:
         return word == "true"
     for kind in option.kinds:
@@ -279,9 +322,14 @@ def _typed(option: Option, word: str, parser: ArgumentParser) -> Any:
 
 
 def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) -> dict[str, Any]:
-    """Return the values in a settings file by key, checked as those of the command line are.
+    """Return the values of options in a YAML file (--config), by name, checked as those of the command line are.
 
-    Keys without a value (null) are left out. Values of `sections` are not checked.
+    Keys without a value (null) are left out. Raise UserError for an unknown key or a wrong value.
+
+    Args:
+        path: the file
+        options: the options of the command
+        sections: other keys that the file may have, whose values are not checked
     """
     values = read_yaml(Path(path))
     by_name = {option.name: option for option in options}
@@ -296,7 +344,14 @@ def _from_file(path: str, options: Sequence[Option], sections: Sequence[str]) ->
 
 
 def _checked(path: str, option: Option, value: Any, many: bool = False) -> Any:
-    """Return a value of a settings file in the option's type; with `many`, a list. Raise UserError for other types."""
+    """Return the value of an option in a settings file, in the option's type. Raise UserError if it has another type.
+
+    Args:
+        path: the file, for errors
+        option: the option
+        value: its value in the file
+        many: True if the option takes several values: a list is returned, also for a single value
+    """
     if many:
         return [_checked(path, option, one) for one in (value if isinstance(value, list) else [value])]
     if option.type is float and type(value) is int and abs(value) < 2**63:
@@ -315,7 +370,10 @@ def _checked(path: str, option: Option, value: Any, many: bool = False) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as Python writes it, shortened: it may have any number of digits, or be a list in itself."""
+    """Return a wrong value for an error, as Python writes it, but shortened.
+
+    A value from a file may have any number of digits, or be a list that contains itself.
+    """
     if type(value) is int and abs(value) >= 2**63:
         return "a number of more than 64 bits"
     shown = reprlib.Repr()

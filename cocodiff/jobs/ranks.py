@@ -43,14 +43,14 @@ NoteLoss = Callable[[BaseException], None]  # called by the watch's thread as so
 
 @dataclass(frozen=True)
 class End:
-    """The end of a rank: its kind and what to show the user."""
+    """The end of a rank's process: done or in which way failed, and what to show the user."""
 
     # Kind reported by the rank: "done", "mistake" (the user's), "lost" (it lost a peer), "failed" or "interrupted". The
     # parent of forked ranks adds "killed", "stopped" and "stuck".
     kind: str
     message: str = ""  # one line for the user; the end of a sentence that begins with "rank 3" if `lost` is 3
-    trace: str = ""  # traceback, or the output of a rank that ended without one
-    lost: int | None = None  # the rank that the message is about; None if it is not about a lost rank
+    trace: str = ""  # traceback, or the output of a rank that ended without a traceback
+    lost: int | None = None  # number of the lost rank that the message is about; None if it is about none
 
     @property
     def code(self) -> int:
@@ -58,7 +58,10 @@ class End:
         return {"done": 0, "mistake": 2, "interrupted": 130}.get(self.kind, 1)
 
     def error(self, own: int) -> UserError | PeerLost:
-        """Return the error of a job that has failed because the rank `own` came to this end."""
+        """Return the error to raise for a job that has failed because a rank ended in this way.
+
+        own: number of that rank
+        """
         if self.kind == "mistake":
             return UserError(self.message)
         return PeerLost(own, f"{self.kind}: {self.message}") if self.lost is None else PeerLost(self.lost, self.message)
@@ -75,16 +78,17 @@ def run_ranks(
     work: Work,
     left: Callable[[], str] = lambda: NOTHING_LEFT,
 ) -> int:
-    """Run `work` on every rank and return the exit code.
+    """Run a command's work on every rank and return the exit code.
 
-    Raise UserError if the ranks cannot be started. Under a launcher, a process whose rank fails exits here.
+    Under a launcher (mpiexec, torchrun) this process is one rank; it exits here if it fails. Else the ranks are forked
+    from it. Raise UserError if they cannot be started.
 
     Args:
         ranks: number of ranks to fork; under a launcher None or its number of ranks
         launch: how this process was started
         config: settings of the transport and its time limits
         settings: other values that must be equal on all ranks, by name
-        work: function of the rank's transport
+        work: function that each rank calls with its transport, the connection to the other ranks
         left: function that returns what a failed run has left in its folder, as text for the user
     """
     # Exempt all present objects from garbage collection. The collector writes to the pages of objects that it visits,
@@ -111,9 +115,16 @@ def run_ranks(
 def _run_rank(
     config: Config, settings: dict[str, str], work: Work, launch: Launch, note_loss: NoteLoss | None = None
 ) -> tuple[End, Any]:
-    """Run `work` on this rank. Return the rank's end, and its transport or None if it could not be opened.
+    """Connect this rank with the others and run the command's work on it, whatever error that raises.
 
-    note_loss: called at once if a peer is lost, since this rank may not reach its end
+    Return the rank's end, and its transport or None if it could not be opened. A failure is reported to other ranks.
+
+    Args:
+        config: settings of the transport
+        settings: other values that must be equal on all ranks, by name
+        work: function to call with the transport
+        launch: how this rank was started, with its number
+        note_loss: called with the error at once if another rank is lost, since this rank may not reach its end
     """
     # It imports torch. Forked ranks inherit the import from their parent.
     from cocodiff.engine.engine import open_transport
@@ -136,7 +147,10 @@ def _run_rank(
 
 
 def _known_loss(transport: Any) -> UserError | PeerLost | None:
-    """Return the error that another rank has reported for the run; None if there is none."""
+    """Return the error that another rank has reported for the run, a loss or a mistake; None if there is none.
+
+    transport: this rank's connection to the others
+    """
     try:
         transport.health.check()
     except (UserError, PeerLost) as known:
@@ -158,7 +172,10 @@ def _end_of(error: BaseException) -> End:
 
 
 def _say(end: End, who: str) -> None:
-    """Print a bad end on stderr: the traceback of a failure, and a line that names `who`. A good end prints nothing."""
+    """Print a rank's bad end on stderr: the traceback of a failure, and one line. A good end prints nothing.
+
+    who: text before the line's message, such as "[rank 3] "
+    """
     if end.kind == "failed":
         sys.stderr.write(end.trace)
     if end.kind != "done":
@@ -167,9 +184,13 @@ def _say(end: End, who: str) -> None:
 
 
 def _run_launched(launch: Launch, run: RunRank) -> int:
-    """Run this process's rank of a launcher's job. Return 0, or exit the process with the code of a bad end.
+    """Run this process's rank of a job that mpiexec or torchrun started. Return 0, or exit with the code of a bad end.
 
     A user's mistake is the same on all ranks, so rank 0 alone reports it.
+
+    Args:
+        launch: how this process was started, with its rank
+        run: function that runs the rank, see `_run_rank`
     """
     told = threading.Event()
 
@@ -198,7 +219,12 @@ def _run_launched(launch: Launch, run: RunRank) -> int:
 
 
 def _check_no_device(ranks: int, config: Config) -> None:
-    """Raise UserError if this process uses an accelerator already, since forked ranks could not use it then."""
+    """Raise UserError if this process uses an accelerator already, since ranks forked from it could not use it then.
+
+    Args:
+        ranks: number of ranks to fork, for the error
+        config: settings of the engine; with device "cpu" nothing is checked
+    """
     torch = sys.modules.get("torch")
     found = torch.accelerator.current_accelerator() if torch is not None and config.device != "cpu" else None
     if found is not None and torch is not None and getattr(torch.get_device_module(found), "is_initialized", bool)():
@@ -207,7 +233,7 @@ def _check_no_device(ranks: int, config: Config) -> None:
 
 
 def _content(file: int) -> str:
-    """Return the text in a file, whose position stays as it is."""
+    """Return the whole text of an open file, given by its descriptor. The file's position stays as it is."""
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
@@ -218,31 +244,35 @@ class _Notes:
     """
 
     def __init__(self, ranks: int) -> None:
+        """Make the files in the parent, before it forks `ranks` processes."""
         # `store` is for torch.distributed; the others hold the ends of all ranks, and the output of each.
         self.store, self._ends, *self._logs = (os.memfd_create("cocodiff") for _ in range(2 + ranks))
         for file in (self._ends, *self._logs):
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # several threads and processes write whole lines to it
 
     def log_of(self, rank: int) -> int:
-        """Return the file descriptor for a rank's output, and close those of the other ranks. Call it in the rank."""
+        """Return the descriptor of the file for a rank's output. It is called in the forked rank.
+
+        The files for the output of other ranks are closed.
+        """
         own = self._logs[rank]
         for other in {*self._logs} - {own}:
             os.close(other)
         return own
 
     def note_end(self, rank: int, end: End) -> None:
-        """Record an end of a rank. A later one replaces it."""
+        """Record the end of a rank for the parent. It is called in the rank; a later end replaces an earlier one."""
         os.write(self._ends, f"{json.dumps([rank, vars(end)])}\n".encode())
 
     def noted_end(self, rank: int) -> End | None:
-        """Return the last end that a rank has recorded; None if there is none."""
+        """Return the last end that a rank has recorded; None if there is none. It is called in the parent."""
         # Another rank may be writing at this time: an incomplete last line is not read.
         whole, _, _ = _content(self._ends).rpartition("\n")
         notes = [json.loads(line) for line in whole.splitlines()]
         return next((End(**end) for of, end in reversed(notes) if of == rank), None)
 
     def said(self, rank: int) -> str:
-        """Return the output of a rank so far."""
+        """Return a rank's output so far as text; of rank 0, which has the terminal, only that of its libraries."""
         return _content(self._logs[rank])
 
     def close(self) -> None:
@@ -252,7 +282,17 @@ class _Notes:
 
 
 def _fork(alone: Launch, ranks: int, run: RunRank, left: Callable[[], str], config: Config) -> int:
-    """Fork all ranks, wait for them, and return the job's exit code. Raise UserError if not all can be forked."""
+    """Fork all ranks of a job, wait for their end, and return the job's exit code.
+
+    Raise UserError if not all can be forked.
+
+    Args:
+        alone: how this process was started
+        ranks: number of ranks to fork
+        run: function that runs a rank, see `_run_rank`
+        left: function that returns what a failed run has left in its folder, as text for the user
+        config: its time limits are used
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
@@ -274,7 +314,16 @@ def _fork(alone: Launch, ranks: int, run: RunRank, left: Callable[[], str], conf
 
 
 def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket) -> int:
-    """Run a forked rank and return its exit code. Only rank 0 keeps the terminal and the watch's listening socket."""
+    """Run a rank in the process that was forked for it, and return its exit code. Its end is recorded in `notes`.
+
+    Only rank 0 keeps the terminal and the listening socket. The output of other ranks goes to files in memory.
+
+    Args:
+        launch: the rank's number, and how it meets the others
+        run: function that runs a rank, see `_run_rank`
+        notes: files for the ends and the output of all ranks
+        listener: socket on which rank 0's health watch listens for the other ranks' heartbeats
+    """
     rank, log = launch.local_rank, notes.log_of(launch.local_rank)
     if rank:
         listener.close()
@@ -295,11 +344,11 @@ def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket)
 def _attend_children(
     alone: Launch, children: dict[int, int], notes: _Notes, stop: StopRequest, left: Callable[[], str], config: Config
 ) -> int:
-    """Wait for all forked ranks, report the cause of a bad end, and return the job's exit code.
+    """Wait for the end of all forked ranks, report the cause of a bad end, and return the job's exit code.
 
-    After a rank's bad end the watch informs the others at once, and those that still run after GRACE_S are killed.
-    After a good end the others are killed if they still run `stall_timeout_s` and a few seconds later. Within that time
-    the watch reports ranks that have not taken leave of rank 0 as lost.
+    After a rank's bad end the others' health watch informs them at once, and those that still run after GRACE_S are
+    killed. After a good end the others are killed if they still run `stall_timeout_s` and a few seconds later. Within
+    that time the watch reports ranks that have not taken leave of rank 0 as lost.
 
     A rank stopped by a signal (SIGSTOP) sends no heartbeat, so its peers report it as lost. Before ranks have met, or
     if all are stopped, only the parent can notice. It kills ranks that are stopped for more than `timeout_s` + GRACE_S.
@@ -360,7 +409,13 @@ def _attend_children(
 
 
 def _child_end(rank: int, status: int, notes: _Notes) -> End:
-    """Return the end of a forked rank from its status (`os.waitpid`) and the end that it has recorded."""
+    """Return the end of a forked rank: that which it has recorded, or the signal or exit code that ended it.
+
+    Args:
+        rank: number of the rank
+        status: status of its process, from `os.waitpid`
+        notes: files in which ranks record their ends and output
+    """
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         said = notes.said(rank) if number in OWN_SIGNALS else ""
@@ -370,13 +425,13 @@ def _child_end(rank: int, status: int, notes: _Notes) -> End:
 
 
 def _report(alone: Launch, ends: dict[int, End], left: str) -> int:
-    """Print one line on the cause of a job's bad end, and return the job's exit code.
+    """Print one line on the cause of a job's bad end, and return the job's exit code; 0 if no rank failed.
 
     The cause is the worst of the ranks' ends; the losses that other ranks report only follow from it.
 
     Args:
         alone: how the process that has forked the ranks was started
-        ends: end of each rank
+        ends: end of each rank, by its number
         left: text on what the run has left in its folder
     """
     bad = {rank: end for rank, end in ends.items() if end.kind != "done"}
@@ -385,7 +440,7 @@ def _report(alone: Launch, ends: dict[int, End], left: str) -> int:
     order = ("mistake", "killed", "stopped", "failed", "interrupted", "lost", "stuck")
 
     def gravity(rank: int) -> tuple[int, int]:
-        """Return the key by which the cause comes first among bad ends.
+        """Return the sort key of a rank's bad end, by which the likely cause of the others comes first.
 
         Of ranks that did not stop rank 0 comes last, since it may only have waited for the others to leave.
         """
@@ -409,9 +464,14 @@ def _report(alone: Launch, ends: dict[int, End], left: str) -> int:
 
 
 def note_cause(launch: Launch, rank: int, end: End) -> None:
-    """Write the rank by which a job fails, and that rank's end, into the file `launch.cause`, if there is one.
+    """Write why a job fails into the file that `restore`, if it started the job, reads by `read_cause`.
 
     Ends that are no failure are not written.
+
+    Args:
+        launch: how this process was started; its `cause` is the file's descriptor, None without such a file
+        rank: number of the rank by which the job ends
+        end: that rank's end
     """
     if launch.cause is not None and end.kind not in ("done", "interrupted"):
         os.ftruncate(launch.cause, 0)
@@ -419,19 +479,23 @@ def note_cause(launch: Launch, rank: int, end: End) -> None:
 
 
 def read_cause(file: int) -> UserError | PeerLost | None:
-    """Return the error of a failed job from its file `Launch.cause`; None if no end is noted there."""
+    """Return the error of a failed job from the file into which `note_cause` wrote; None if the file is empty.
+
+    file: the file's descriptor
+    """
     rank, end = json.loads(_content(file) or "[0, null]")
     return End(**end).error(rank) if end else None
 
 
 def settle(values: dict[str, Any], launch: Launch) -> tuple[Launch, int]:
-    """Quiet libraries and divide the cores among ranks. Return the launch with its size, and the number of ranks.
+    """Prepare a command that runs on ranks: quiet libraries and divide this host's cores among its ranks.
 
-    Call it before torch is imported. MPI is asked for the size if the launcher does not give it. Garbage collection is
-    off until `run_ranks`. Raise UserError if the ranks do not fit on this host, or MPI's ranks cannot be counted.
+    Return the launch with its size, and the number of ranks. Call it before torch is imported. MPI is asked for the
+    size if the launcher does not give it. Garbage collection is off until `run_ranks`. Raise UserError if the ranks do
+    not fit on this host, or MPI's ranks cannot be counted.
 
     Args:
-        values: values of the command's options
+        values: values of the command's options, by name
         launch: how this process was started
     """
     gc.disable()  # a search for garbage among imported objects would take a tenth of the time
@@ -454,7 +518,7 @@ def run_holding(
     import_before_fork: Callable[[], None],
     compared: dict[str, str] | None = None,
 ) -> int:
-    """Run `work` on every rank, while no other run may write to the folder, and return the exit code.
+    """Run a command's work on every rank, while no other run may write to its folder of results. Return the exit code.
 
     A run that fails leaves nothing unfinished in the folder but units of work that are done.
 
@@ -463,7 +527,7 @@ def run_holding(
         values: values of all options, which must be equal on all ranks except `ranks`
         launch: how this process was started
         config: settings of the transport and its time limits
-        work: function of the rank's transport
+        work: function that each rank calls with its transport, the connection to the other ranks
         import_before_fork: called in the process that ranks are forked from; not called under a launcher
         compared: other values that must be equal on all ranks, by name
     """
@@ -482,7 +546,15 @@ def run_holding(
 
 
 def _hold_on_first(output: OutputFolder, work: Work, transport: Any) -> None:
-    """Run `work` while rank 0 keeps other runs out of the folder. If it fails, rank 0 prints what is left there."""
+    """Run the work of a launcher's rank, while rank 0 keeps other runs out of the folder of results.
+
+    If the work fails, rank 0 prints what is left in the folder.
+
+    Args:
+        output: the folder
+        work: function to call with the transport
+        transport: this rank's connection to the others
+    """
     with output.held() if transport.rank == 0 else nullcontext():
         try:
             work(transport)

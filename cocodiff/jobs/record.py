@@ -22,21 +22,21 @@ REMEMBERED = (
 
 
 def lasting(config: Config) -> dict[str, Any]:
-    """Return the engine's settings that results depend on, by name.
+    """Return the engine's settings that results depend on, by name, for the record of a run.
 
-    Time limits are left out, or None. Settings of how messages are checked and posted have fixed values.
+    Time limits are left out, or None. Settings that only change how messages are checked and posted have fixed values.
     """
     settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
     return settings | {"timeout_s": None, "check_messages": False, "messages": "batch"}
 
 
 def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the record of each task's inputs: hashes of all voxels, and the metadata of the file that results keep.
+    """Return the record of each task's inputs, one dict a task: hashes of all voxels, and metadata that results keep.
 
-    Each input is read once, as a whole.
+    A run with `resume` compares it with that of the earlier run. Each input is read once, as a whole.
 
     Args:
-        tasks: `tasks.Task` objects
+        tasks: `tasks.Task` objects: each the volume to restore, its mask and perhaps the true values
     """
     used = {id(one): one for task in tasks for one in (task.stack, task.mask, task.truth) if one is not None}
     hashes = {key: digest(one) for key, one in used.items()}
@@ -54,7 +54,10 @@ def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _described(stack: Any) -> dict[str, Any]:
-    """Return what a stack's results keep of its metadata. The file's path is not included."""
+    """Return the metadata of a volume that its results depend on, by name. The file's path is not included.
+
+    stack: the volume as a stack of slices
+    """
     kept, region = stack.metadata, stack.region
     others = [kept.kind, kept.axes, kept.description, kept.byteorder, kept.attributes]
     return {
@@ -67,7 +70,10 @@ def _described(stack: Any) -> dict[str, Any]:
 
 
 def digest(slices: Any) -> str:
-    """Return a hash of 16 hexadecimal digits over shape, dtype and all voxels of a stack or mask."""
+    """Return a hash, 16 hexadecimal digits, of the shape, dtype and all voxels of a volume or mask.
+
+    slices: the volume or mask as a stack, whose `read(index)` returns a slice
+    """
     found = hashlib.sha256(str(slices.shape).encode())
     for index in range(slices.shape[0]):
         image_YX = slices.read(index)
@@ -76,13 +82,13 @@ def digest(slices: Any) -> str:
 
 
 def first_difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the first setting that differs between two records; None if they are equal.
+    """Return the first setting that differs between the records of two runs; None if they are equal.
 
-    The result is its name, its value in `there` and its value in `now`, both as short texts for an error.
+    The result is the setting's name, its value in `there` and its value in `now`, both as short texts for an error.
 
     Args:
-        there: record that was read from a file
-        now: record as it would be written
+        there: record of the earlier run, read from its file: values by name
+        now: record of this run, before it is written
     """
     now = json.loads(json.dumps(now))
     for name in dict.fromkeys([*now, *there]):
@@ -94,7 +100,10 @@ def first_difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
 
 
 def _unequal_parts(old: Any, new: Any) -> tuple[Any, Any]:
-    """Return the first parts that differ in two unequal values: (old, new), with the keys that lead to them."""
+    """Return the first entries that differ in two unequal values of a run's record: (old, new).
+
+    Lists of one length and dicts of the same keys are searched; the keys that lead to a difference precede it as text.
+    """
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return next(_unequal_parts(a, b) for a, b in zip(old, new, strict=True) if a != b)
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
@@ -110,13 +119,28 @@ FOUND = "quality_found"
 
 
 def write_document(folder: Path, name: str, document: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Write `document` as JSON to the file `name` in a folder, and run.yaml with the options' `values` beside it."""
+    """Write the JSON file of a run's results, such as metrics.json, and run.yaml, which repeats the run, beside it.
+
+    Args:
+        folder: the folder of both files
+        name: name of the JSON file
+        document: its content
+        values: values of the command's options, by name, for run.yaml
+    """
     (folder / name).write_text(json.dumps(document, indent=1))
     write_settings(folder, values)
 
 
 def write_settings(folder: Path, values: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
-    """Write run.yaml, which repeats the run, with remarks as comments. `overwrite` and `resume` are left out."""
+    """Write run.yaml, a file of options that repeats the run if it is given as --config.
+
+    Options that are None, and `overwrite` and `resume`, are left out.
+
+    Args:
+        folder: the folder of the file
+        values: values of the command's options, by name
+        remarks: lines that precede them as comments
+    """
     import yaml
 
     once = ("overwrite", "resume")
@@ -126,13 +150,13 @@ def write_settings(folder: Path, values: Mapping[str, Any], remarks: Sequence[st
 
 
 def beside_the_record(values: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a settings file's values, with a new `out` if the file is in the folder that it names as `out`.
+    """Return the options of a settings file, with a new `out` if the file is in the folder that it names as `out`.
 
     A run from its own run.yaml writes to the next free folder beside the old one, such as out-2, and overwrites
     nothing. The values of all other files are returned unchanged.
 
     Args:
-        values: content of the file
+        values: values of options in the file, by name
         path: path of the file
     """
     out = values.get("out")

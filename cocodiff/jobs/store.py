@@ -26,32 +26,37 @@ _HEADER = "job.json"  # file of what `Store.begin` was given
 
 
 class Kept(NamedTuple):
-    """The part of a job that is finished."""
+    """The count of what a job has finished, for messages such as "12 of 80 slices"."""
 
-    done: int  # number of finished slices, samples or prompts; units that belong to a test count 0
-    total: int  # number of these in the whole job
-    unit: str  # "slices", "samples" or "prompts"
+    done: int  # number of finished slices, samples or prompts; units of work that belong to a test count 0
+    total: int  # number of slices, samples or prompts in the whole job
+    unit: str  # word for what is counted: "slices", "samples" or "prompts"
 
     def __str__(self) -> str:
+        """Return the count as text, such as "12 of 80 slices"."""
         return f"{self.done} of {self.total} {self.unit}"
 
 
 class Store:
-    """The files of a job's finished units, by the units' numbers, in the folder of its unfinished results.
+    """The files of a job's finished units of work, one .npz file a unit, from which an interrupted job continues.
 
-    results: that folder
+    A unit is a batch of slices, a prompt or a trial. It has a number from 0 on.
     """
 
     def __init__(self, results: Path) -> None:
+        """Name the store's folder. Nothing is read or written.
+
+        results: folder of the job's unfinished results, in which the store's folder is
+        """
         self.folder = results / FOLDER
 
     def begin(self, settings: Mapping[str, Any], counts: Sequence[int], total: int, unit: str, overwrite: bool) -> None:
-        """Make the store's folder and write the description of the job.
+        """Make the store's folder and write the description of the job, at the job's first start.
 
         Args:
-            settings: everything that the results depend on
+            settings: everything that the results depend on, by name
             counts: number of slices or prompts in each unit of work
-            total: number of these in the job, as far as it is known
+            total: number of slices or prompts in the whole job, as far as it is known
             unit: what is counted: "slices", "samples" or "prompts"
             overwrite: True if the results may replace those of an earlier run
         """
@@ -60,17 +65,20 @@ class Store:
         self._write(header)
 
     def expect(self, total: int) -> None:
-        """Write a new total of the job's slices or prompts, when it becomes known. Nothing changes before `begin`."""
+        """Write the total of the job's slices or prompts into its description, when it becomes known.
+
+        Before `begin` has written a description, nothing changes.
+        """
         header = self.header()
         if header is not None and header["total"] != total:
             self._write({**header, "total": total})
 
     def _write(self, header: Mapping[str, Any]) -> None:
-        """Replace the description of the job."""
+        """Replace the file that describes the job. `header` has the arguments of `begin` by name."""
         replace_text(self.folder / _HEADER, json.dumps(header, indent=1))
 
     def header(self) -> dict[str, Any] | None:
-        """Return the arguments of `begin` by name; None if there is no description of a job, or it is damaged."""
+        """Return the description of the job, the arguments of `begin` by name. None if it is missing or damaged."""
         try:
             found = json.loads((self.folder / _HEADER).read_text())
             known = {"settings": dict(found["settings"]), "total": int(found["total"]), "unit": str(found["unit"])}
@@ -79,7 +87,7 @@ class Store:
             return None
 
     def kept(self) -> Kept | None:
-        """Return how much of the job is finished; None if no unit is."""
+        """Return how many slices or prompts are finished. None if no unit of work is, or the job is not described."""
         header = self.header()
         if header is None:
             return None
@@ -88,24 +96,25 @@ class Store:
 
     @property
     def is_damaged(self) -> bool:
-        """True if there are units, or files of an older version (*.jsonl), but no readable description of their job."""
+        """True if there are finished units of work, or files of an older version, but no readable description."""
         return self.header() is None and (bool(self.finished()) or any(self.folder.glob("*.jsonl")))
 
     @property
     def bytes(self) -> int:
-        """The size of all units' files, in bytes."""
+        """The size of the files of all finished units of work, in bytes."""
         return sum(path.stat().st_size for path in self.folder.glob("*.npz"))
 
     def finished(self) -> set[int]:
-        """Return the numbers of the units that are done."""
+        """Return the numbers of the units of work that are finished."""
         return {int(path.stem) for path in self.folder.glob("*.npz")}
 
     def add(self, number: int, made: Made) -> None:
-        """Save a unit's results in the order in which they are made, and return when they are on the disk.
+        """Save the results of a unit of work as its file, and return when they are on the disk.
 
         Args:
             number: number of the unit
-            made: its results; an iterator holds only one array in memory at a time
+            made: its results in the order in which they are made: pairs of a name and an array, or of ROWS and a list
+                of plain data. An iterator holds only one array in memory at a time
         """
         from numpy.lib.format import write_array
 
@@ -122,7 +131,10 @@ class Store:
             flush(unfinished)
 
     def rows(self, numbers: Iterable[int]) -> list[Any]:
-        """Return the plain data (ROWS) of some units as one list, in the order of `numbers`."""
+        """Return the plain data of some finished units of work as one list.
+
+        numbers: the units' numbers, in whose order their rows are joined
+        """
         found = []
         for number in numbers:
             with self.open(number) as unit:
@@ -130,15 +142,20 @@ class Store:
         return found
 
     def open(self, number: int) -> Any:
-        """Open a unit's file: a mapping from names to arrays, each read on access, and a context manager."""
+        """Open the file of a finished unit of work, and return it as a context manager.
+
+        It is also a mapping from names of results to arrays, which are read on access.
+        """
         import numpy as np
 
         return np.load(self._path(number), allow_pickle=False)
 
     def is_whole(self, number: int, holds: Callable[[int], bool] = lambda number: True) -> bool:
-        """Return True if the checksums in a unit's file are right, and `holds` is True.
+        """Return True if the file of a unit of work is undamaged by its checksums, and `holds(number)` is True.
 
-        holds: function of the number that is True if the unit's results outside the store are intact
+        Args:
+            number: number of the unit
+            holds: function of the number that is True if the unit's results outside the store are intact
         """
         try:
             with zipfile.ZipFile(self._path(number)) as file:
@@ -147,21 +164,24 @@ class Store:
             return False
 
     def drop(self, number: int) -> None:
-        """Remove a unit's file, so that the unit is done again."""
+        """Remove the file of a unit of work, such as a damaged one, so that the unit is done again."""
         self._path(number).unlink()
 
     def _path(self, number: int) -> Path:
-        """Return the path of a unit's file."""
+        """Return the path of the file of unit `number`."""
         return self.folder / f"{number}.npz"
 
     def open_claims(self) -> str:
-        """Make a new folder for claims on units and return its name. Claims of an earlier start no longer count."""
+        """Make a new folder in which processes claim units of work, so that none is done twice. Return its name.
+
+        It is called at each start of the job, since claims of an earlier start no longer count.
+        """
         name = f"claims-{time.time_ns()}"
         (self.folder / name).mkdir()
         return name
 
     def claim(self, claims: str, number: int) -> bool:
-        """Claim a unit for the caller. Return False if another process has claimed it.
+        """Claim a unit of work for the caller and return True. Return False if another process has claimed it.
 
         Args:
             claims: result of `open_claims`
@@ -174,6 +194,6 @@ class Store:
         return True
 
     def remove(self) -> None:
-        """Remove the store with all units, after which nothing is left to continue from."""
+        """Remove the store with all finished units of work, after which a job has nothing to continue from."""
         if self.folder.exists():
             shutil.rmtree(self.folder)

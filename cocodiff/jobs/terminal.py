@@ -24,7 +24,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 def quiet_libraries(level: str) -> None:
     """Keep the libraries' warnings, progress bars and advice off the terminal. Call it before torch is imported.
 
-    level: value of --log_level. With "debug" or "info" all messages are shown
+    level: value of --log_level; with "debug" or "info" all messages are shown instead
     """
     if level in ("debug", "info"):
         logging.basicConfig(level=level.upper())
@@ -44,12 +44,12 @@ def quiet_libraries(level: str) -> None:
 
 
 def keep_libraries_off_stderr(log: int) -> None:
-    """Redirect the file descriptor of stderr to `log`. `sys.stderr` keeps its place, so Python's own output is shown.
+    """Redirect what C and C++ libraries write to stderr into a file. Python's own output is shown on stderr as before.
 
-    It concerns libraries in C and C++: Gloo writes several lines for each failed connection, and no setting stops it.
-    Nothing changes if libraries are not quieted (`quiet_libraries`).
+    Gloo, for example, writes several lines for each failed connection, and no setting stops it. Nothing changes if
+    libraries are not quieted (`quiet_libraries`).
 
-    log: descriptor of an open file
+    log: descriptor of the file, which is open
     """
     if os.environ.get("TORCH_CPP_LOG_LEVEL") not in ("ERROR", "FATAL"):
         return
@@ -60,14 +60,14 @@ def keep_libraries_off_stderr(log: int) -> None:
 
 
 def limit_threads(ranks: int, launched: bool = False) -> None:
-    """Divide the cores among this host's ranks: set the number of threads of each. Call it before numpy and torch load.
+    """Divide the cores among this host's ranks by the variables for numbers of threads. Call it before torch is loaded.
 
     Variables that the user has set keep their values. If OMP_NUM_THREADS is set, nothing is divided: the last bits of
     sums depend on the number of threads, which should then not depend on the number of ranks.
 
     Args:
         ranks: number of ranks on this host
-        launched: True if a launcher started them, which may have bound each to some cores
+        launched: True if a launcher such as mpiexec started them, which may have bound each to some cores
     """
     if os.environ.get(THREADS[0]):
         return
@@ -79,11 +79,13 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
 
 
 def _shared_cores(own: set[int]) -> set[int]:
-    """Return the cores that a launcher's ranks on this host share: this rank's `own`, and others of the launcher.
+    """Return the numbers of the cores that a launcher's ranks on this host share.
 
     A launcher may have bound each rank to some of its cores (`--cpu-bind`), a share that must not be divided again. So
     these are the cores of the parent process, the launcher, as far as Linux grants them to this process. It grants
     cores that the binding had removed, but none outside of a container, even if the launcher runs outside of it.
+
+    own: the cores that this rank may use now, which are returned alone if the others are unknown
     """
     try:
         os.sched_setaffinity(0, own | {*range(os.sysconf("SC_NPROCESSORS_CONF"))})
@@ -95,12 +97,18 @@ def _shared_cores(own: set[int]) -> set[int]:
 
 
 def threads() -> dict[str, str | None]:
-    """Return the value of each variable of THREADS, else that of the first one; None if neither is set."""
+    """Return the number of threads of each library, as text, by its environment variable such as OMP_NUM_THREADS.
+
+    A library whose own variable is not set follows OMP_NUM_THREADS. None if neither is set.
+    """
     return {name: os.environ.get(name, os.environ.get(THREADS[0])) for name in THREADS}
 
 
 def _bar(**own: Any) -> Any:
-    """Return a tqdm bar on stderr, which is drawn less often if stderr is a file. `own` are arguments of tqdm."""
+    """Return a tqdm progress bar on stderr, which is drawn less often if stderr is no terminal.
+
+    own: arguments of tqdm, which replace the usual ones
+    """
     from tqdm import tqdm
 
     seen = sys.stderr.isatty()
@@ -109,12 +117,18 @@ def _bar(**own: Any) -> Any:
 
 
 def progress_bar(description: str, total: int, shown: bool) -> Any:
-    """Return a tqdm bar on stderr that counts steps. If `shown` is False it draws nothing."""
+    """Return a tqdm progress bar on stderr that counts steps, of training or a benchmark; `update` advances it.
+
+    Args:
+        description: text before the bar
+        total: number of steps in all
+        shown: False to draw nothing
+    """
     return _bar(total=total, desc=description, unit="step", disable=not shown)
 
 
 def span(seconds: float) -> str:
-    """Return a time as text, such as "53.7 s", "14.2 min" or "3.1 h"."""
+    """Return a duration in seconds as text for the user, such as "53.7 s", "14.2 min" or "3.1 h"."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -144,6 +158,7 @@ class JobBar:
         self._thread = threading.Thread(target=self._redraw, name="progress", daemon=True)
 
     def __enter__(self) -> JobBar:
+        """Begin to draw the bar, if it is shown. The items that are finished by now count as an earlier start's."""
         if self.shown:
             self._first, self._since = self._done(), time.monotonic()
             begun = {"total": self.total, "initial": self._first, "desc": self._told(self._first)}
@@ -152,6 +167,7 @@ class JobBar:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Draw the bar a last time and close it. Exceptions of the block are passed on."""
         if self.shown:
             self._ended.set()
             self._thread.join()
@@ -159,18 +175,18 @@ class JobBar:
             self._bar.close()
 
     def begin(self, items: int, steps: int) -> None:
-        """Report that this rank begins `items` items, which take `steps` steps together."""
+        """Report that this rank begins a batch of items, such as slices, that take `steps` denoising steps together."""
         self._items, self._of, self._steps = items, steps, 0
 
     def expect_steps(self, steps: int) -> None:
-        """Set the number of steps that this rank has left, about. One line then says how long the job will take.
+        """Set the approximate number of denoising steps that this rank has left, for an estimate of the job's time.
 
-        The line is printed once, after the steps of the first FEW_S seconds, and only if the bar is shown.
+        The estimate is printed once as a line, after the steps of the first FEW_S seconds, if the bar is shown.
         """
         self._expected = steps if self.shown else 0
 
     def advance(self, steps: int) -> None:
-        """Report that this rank has done `steps` more steps."""
+        """Report that this rank has done `steps` more denoising steps. It may print the estimate of the job's time."""
         self._steps += steps
         if not self._expected:
             return
@@ -200,7 +216,7 @@ class JobBar:
                 self._draw()
 
     def _draw(self) -> None:
-        """Draw the bar once. The items under way count by the share of their steps that is done."""
+        """Draw the bar once. Items that this rank has begun count by the share of their steps that is done."""
         done = self._done()
         under_way = self._items * min(1.0, self._steps / self._of) if self._of else 0.0
         self._bar.total, self._bar.n = self.total, min(float(self.total), done + under_way)
@@ -210,6 +226,9 @@ class JobBar:
         """Return the text before the bar, such as "12 of 80 slices, 150 an hour".
 
         The rate counts only the items that were finished since this start.
+
+        Args:
+            done: number of finished items, with those of earlier starts
         """
         hours = (time.monotonic() - self._since) / 3600
         rate = f", {(done - self._first) / hours:.0f} an hour" if done > self._first else ""
@@ -217,10 +236,13 @@ class JobBar:
 
 
 def reading_bar(shown: bool) -> Callable[[range, str], Iterable[int]]:
-    """Return a function that shows a bar on stderr while slices are read.
+    """Return a function that shows a progress bar on stderr while a loop reads slices.
 
-    It takes the slices' numbers and a description of the work, and returns the same numbers as an iterable. The bar
-    appears after two seconds, and never if `shown` is False.
+    The function takes the slices' numbers and a text that describes the work. It returns the same numbers as an
+    iterable to loop over. The bar appears after two seconds.
+
+    Args:
+        shown: False for a function that shows nothing
     """
     about = {"unit": "slice", "disable": not shown, "delay": 2, "leave": False}
     return lambda numbers, what: _bar(iterable=numbers, desc=what, **about)
@@ -235,13 +257,16 @@ def say(text: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr about the progress of the work. Results alone go to stdout."""
+    """Print a line on stderr, such as a remark on the work. Only results go to stdout. A closed stderr is ignored."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def open_streams() -> None:
-    """Open the null device for standard streams that this process lacks. Other files would take their descriptors."""
+    """Open the null device for each of stdin, stdout and stderr that this process was started without.
+
+    Else files that are opened later would take the descriptors 0 to 2, and receive what is printed.
+    """
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
             stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)  # takes the lowest number that is free
@@ -250,24 +275,30 @@ def open_streams() -> None:
 
 
 def stop_writing(stream: TextIO) -> None:
-    """Discard everything written to a stream from now on, and what is still in its buffer."""
+    """Discard everything that is written to a stream from now on, and what is still in its buffer.
+
+    stream: sys.stdout or sys.stderr, whose reader has ended
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 class BarStream:
-    """A stream for progress bars. It discards output if the reader has ended, so that no run fails because of it."""
+    """A wrapper of stderr for progress bars that discards output if the reader has ended, so that no run fails then."""
 
     def __init__(self, stream: TextIO) -> None:
+        """Wrap a stream. All that is not defined here is the stream's own."""
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write text to the stream, or discard it if its reader has ended. Return the text's length."""
         with suppress(BrokenPipeError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream, if its reader has not ended."""
         with suppress(BrokenPipeError):
             self._stream.flush()
 

@@ -59,17 +59,18 @@ OPTIONS = common.with_common_options(
 
 @dataclass(frozen=True)
 class Blocks:
-    """The data of one exchange on one rank: what it sends, and where it receives."""
+    """The tensors of one rank in one all-to-all exchange: those that it sends, and the memory that it receives into."""
 
     layout: Layout  # the rows and heads of every rank, for the engine's exchanges
-    x_BLHD: Tensor  # what this rank sends: one head for every rank
+    x_BLHD: Tensor  # the tensor that this rank sends: one head for every rank
     packed: Tensor  # the same numbers, [ranks, L, D]: one block for each peer
-    received: Tensor  # where variants that are not the engine's receive, [ranks, L, D] by sender
+    received: Tensor  # memory that variants other than the engine's receive into, [ranks, L, D] by sender
 
 
 def wanted(values: Values) -> list[str]:
-    """Return the names of the variants to measure. Raise UserError for unknown ones and those that this launch does not
-    allow.
+    """Return the names of the exchanges that `bench alltoall` is to measure.
+
+    Raise UserError for unknown ones, and for those that this launch or the options do not allow.
 
     Args:
         values: the command's options.
@@ -92,7 +93,7 @@ def wanted(values: Values) -> list[str]:
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that these ranks cannot measure.
+    """Raise UserError for options of `bench alltoall` that cannot be measured on these ranks.
 
     Args:
         values: the command's options.
@@ -113,10 +114,10 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def config_of(name: str, values: Values) -> Config:
-    """Return the engine's settings for one of the engine's own exchanges.
+    """Return the settings with which the engine runs one of its own exchanges.
 
     Args:
-        name: "flat", "tapa", "split" or "auto".
+        name: name of the exchange: "flat", "tapa", "split" or "auto".
         values: the command's options.
     """
     return common.engine_config(values, exchange=name, exchange_table=values["exchange_table"])
@@ -133,7 +134,7 @@ def check_table(values: Values, topology: Topology) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measure all variants at all sizes, as one rank's part; rank 0 prints and writes the results.
+    """Run one rank's part of `bench alltoall`: measure all exchanges at all sizes. Rank 0 prints and writes results.
 
     Args:
         values: the command's options.
@@ -180,7 +181,9 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def random_blocks(size_mb: float, transport: Any) -> Blocks:
-    """Return this rank's random blocks of about size_mb / ranks each, in whole rows of 512 bytes, at least one row.
+    """Return random tensors of this rank for an all-to-all, in which it has a block for each rank.
+
+    A block has about size_mb / ranks MB, in whole rows of 512 bytes, at least one row.
 
     Args:
         size_mb: MB (1e6 bytes) of a rank's whole tensor.
@@ -216,6 +219,7 @@ def exchange_variant(config: Config, topology: Topology, transport: Any, trace: 
     exchange = Exchange(config.exchange, context, table, config.nic_balance, chunked, together)
 
     def run(blocks: Blocks) -> Tensor:
+        """Exchange this rank's blocks with all ranks. Return the received blocks by sender, [ranks, L, D]."""
         sent = Transfer(exchange, blocks.layout).send(x=blocks.x_BLHD)
         return sent["x"].wait().view(blocks.packed.shape)
 
@@ -233,6 +237,7 @@ def flat_serial(transport: Any) -> Variant:
     group = SerialTransport(transport).group(range(transport.size))
 
     def run(blocks: Blocks) -> Tensor:
+        """Exchange this rank's blocks, peer by peer. Return the received blocks by sender, [ranks, L, D]."""
         others = [peer for peer in range(transport.size) if peer != transport.rank]
         blocks.received[transport.rank].copy_(blocks.packed[transport.rank])
         group.send_recv([(blocks.packed[p], p) for p in others], [(blocks.received[p], p) for p in others]).wait()
@@ -251,6 +256,7 @@ def mpi_alltoall(_transport: Any) -> Variant:
     world = initialised_mpi().COMM_WORLD.Dup()
 
     def run(blocks: Blocks) -> Tensor:
+        """Exchange this rank's blocks by MPI. Return the received blocks by sender, [ranks, L, D]."""
         world.Alltoall(blocks.packed.numpy(), blocks.received.numpy())
         return blocks.received
 
@@ -268,8 +274,9 @@ OTHERS: Others = {"flat_serial": flat_serial, "library": lambda _: library_allto
 
 
 def check_results(blocks: Blocks, variants: Mapping[str, Callable[[], Tensor]], rank: int) -> None:
-    """Run each variant once. Raise RuntimeError if it brings other numbers than every sender has generated for this
-    rank.
+    """Run each variant of an exchange once. Raise RuntimeError if this rank receives other numbers than were sent.
+
+    The numbers are random, but follow from the sender's rank.
 
     Args:
         blocks: this rank's blocks, as `random_blocks` returns them.
@@ -290,9 +297,10 @@ def check_results(blocks: Blocks, variants: Mapping[str, Callable[[], Tensor]], 
 
 
 def bound_s(topology: Topology, block_bytes: int) -> float | None:
-    """Return the least seconds that an all-to-all takes on the machine's links, multiplied by the emulation's scale.
+    """Return the least seconds that an all-to-all takes on the machine's links, as a bound for measured times.
 
-    Return None if the machine file does not describe links.
+    On an emulated machine they are multiplied by the scale of the emulation. Return None if the machine file does not
+    describe links.
 
     Args:
         topology: the places of ranks, and their links.
@@ -312,7 +320,7 @@ def rows_of(
     """Return a row of bench.json for each variant of the exchange, and one for the links' bound if it is known.
 
     Args:
-        size: MB of every rank.
+        size: MB of a rank's whole tensor.
         slowest: seconds of each measurement on its slowest rank, by variant.
         sent: bytes of all ranks in a call, by variant and class of link.
         of_tapa: the spans of all ranks in TAPA, the exchange in two phases; its row has the seconds of each phase.
@@ -333,7 +341,7 @@ def rows_of(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return the words that are printed behind the times of a row of results.
+    """Return more text to print after the times of a row of results of `bench alltoall`, in parts.
 
     They are the bound's time divided by the row's, and the times of TAPA's two phases.
     """

@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
     @classmethod
     def random(cls, tokens: int, values: Values, rank: int, topology: Topology) -> Call:
-        """Return random tensors for this rank.
+        """Return random queries, keys and values for this rank.
 
         Args:
             tokens: number of all ranks' tokens together.
@@ -100,9 +100,9 @@ class Call(NamedTuple):
 
 
 def ways_of(values: Values, ranks: int) -> list[str]:
-    """Return the names of the ways to compute attention that are measured, those of `--ways` or all possible ones.
+    """Return the names of the ways to compute attention that are measured: those of `--ways`, or all possible ones.
 
-    Raise UserError for ways of several ranks on one rank, and the reverse.
+    Raise UserError on one rank for ways that need several, and on several for ways of one process.
 
     Args:
         values: the command's options.
@@ -118,7 +118,7 @@ def ways_of(values: Values, ranks: int) -> list[str]:
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that these ranks cannot measure.
+    """Raise UserError for options of `bench attention` that cannot be measured on these ranks.
 
     Args:
         values: the command's options.
@@ -138,7 +138,9 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measure all ways at all numbers of tokens, as one rank's part; rank 0 prints and writes the results.
+    """Run one rank's part of `bench attention`: measure all ways to compute attention, at all numbers of tokens.
+
+    Rank 0 prints and writes the results.
 
     Args:
         values: the command's options.
@@ -167,13 +169,13 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name and function of each run of a way in one process: one for every number of threads.
+    """Yield (name, function) pairs for a way to compute attention in one process: a pair for every number of threads.
 
-    The way "blocks" has one for every size of blocks, too.
+    The way "blocks" has a pair for every number of threads and size of blocks.
 
     Args:
         way: a name in ALONE.
-        call: the tensors to attend with. "triad" has its own: it measures memory, as a bound.
+        call: the tensors of the attention call. The way "triad" has its own: it measures memory, as a bound.
         values: the command's options.
     """
     runs: dict[str, Callable[[], Any]] = {}
@@ -191,7 +193,7 @@ def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, 
 
 
 def with_threads(threads: int, run: Callable[[], Any]) -> Any:
-    """Call `run` with a number of torch's threads, and restore the number before. Return its result.
+    """Return the result of `run`, called with a given number of torch's threads. The earlier number is restored.
 
     Ranks that are forked later must find no more than one thread running.
     """
@@ -214,16 +216,24 @@ def naive(q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
 
 
 def in_blocks(size: int, q_BLHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
-    """Return the output of attention, computed for `size` keys at a time, with the partial results merged as rings
-    do."""
+    """Return the output of attention, computed for one block of keys at a time. Partial results are merged as rings do.
+
+    Args:
+        size: number of keys of a block.
+        q_BLHD: the queries.
+        k_BSHD: the keys.
+        v_BSHD: the values.
+    """
     pairs = zip(k_BSHD.split(size, 1), v_BSHD.split(size, 1), strict=True)
     parts = (partial_attention(q_BLHD, k_BTHD, v_BTHD) for k_BTHD, v_BTHD in pairs)
     return all_merged(Kernels(), parts).out_BLHD.to(q_BLHD.dtype)
 
 
 def peak_of(run: Callable[[], Any]) -> int | None:
-    """Return the most bytes by which a call makes this process grow; None where the system does not report it (Linux
-    does)."""
+    """Return the number of bytes by which a call of `run` makes this process grow at its peak.
+
+    None if the system does not report it; Linux does.
+    """
 
     def resident(name: str) -> int:
         """Return the entry of this process's status whose name starts with `name`, in bytes."""
@@ -245,16 +255,17 @@ def peak_of(run: Callable[[], Any]) -> int | None:
 def shared_variants(
     call: Call, values: Values, topology: Topology, transport: Any, traces: Mapping[str, Trace]
 ) -> dict[str, Callable[[], Any]]:
-    """Return, by way, a function that makes the attention call on all ranks together.
+    """Return, for each way to compute attention on several ranks, a function that makes the attention call.
 
-    All ranks build the same ones in the same order, because building makes groups of ranks.
+    All ranks call a function together. All ranks build the same ones in the same order, because building makes groups
+    of ranks.
 
     Args:
         call: this rank's tensors.
         values: the command's options.
         topology: the places of ranks.
         transport: this rank's connection to the other ranks.
-        traces: counters of the bytes sent, by way. There is a variant for each.
+        traces: counters of the bytes sent, by the names of the ways to return.
     """
     found = {}
     for way, trace in traces.items():
@@ -264,7 +275,7 @@ def shared_variants(
 
 
 def strategy_of(way: str, call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
-    """Return a function that makes the attention call by the engine's strategy, as in a model.
+    """Return a function that makes an attention call on all ranks by one of the engine's strategies, as in a model.
 
     Args:
         way: name of an exchange or a ring, in SHARED.
@@ -300,10 +311,9 @@ def local_of(values: Values, topology: Topology) -> Any:
 
 
 def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _trace: Trace) -> Callable[[], Tensor]:
-    """Return a function that makes the attention call by torch's own ring attention, with the kernel that our rings
-    use.
+    """Return a function that makes an attention call on all ranks by torch's own ring attention.
 
-    The bytes that it sends are not counted.
+    It has the kernel that our rings use. The bytes that it sends are not counted.
 
     Args:
         call: this rank's tensors.
@@ -321,6 +331,7 @@ def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _
     q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2) for x in call[1:])
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, **_more: Any) -> tuple[Tensor, Tensor]:
+        """Return attention's output and log-sum-exp for a part of the keys, as torch's ring asks for them."""
         part = local.part(*(x.transpose(1, 2) for x in (q, k, v)))
         return part.out_BLHD.transpose(1, 2), part.lse_BLH.transpose(1, 2)
 
@@ -332,11 +343,10 @@ def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _
 
 
 def merging(call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Callable[[], Tensor]:
-    """Return a function in which a single query attends to each rank's keys, and all ranks merge the parts in rank
-    order.
+    """Return a function that makes an attention call of a single query: each rank attends to its own keys.
 
-    Each rank sends its partial result to all others in one message each. The merged result is that of the paper's three
-    all-reduces of maximum, sum and output.
+    All ranks then merge these partial results in the order of ranks. Each rank sends its partial result to all others
+    in one message each. The merged result is that of the paper's three all-reduces of maximum, sum and output.
 
     Args:
         call: this rank's tensors.
@@ -350,6 +360,7 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
     others = [rank for rank in range(transport.size) if rank != transport.rank]
 
     def run() -> Tensor:
+        """Attend to this rank's keys, exchange partial results with all ranks, and return the merged output."""
         part = local.part(*call[1:])
         own = torch.cat([part.out_BLHD.float(), part.lse_BLH[..., None]], dim=-1)
         of_ranks = [own if rank == transport.rank else torch.empty_like(own) for rank in range(transport.size)]
@@ -368,14 +379,14 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
 def rows_of(
     call: Call, seconds: dict[str, list[float]], sent: Any, results: dict[str, Any], peaks: dict[str, int | None]
 ) -> list[Row]:
-    """Return the rows of bench.json of one attention call, and print them.
+    """Return the rows of bench.json for one size of attention call, one for each way to compute it, and print them.
 
     Args:
         call: the tensors, for their sizes.
         seconds: seconds of each measurement, by way.
         sent: bytes by way and class of link.
         results: output of each way, which is compared with the first one's; empty if arithmetic was replaced by waits.
-        peaks: results of `peak_of` by way.
+        peaks: bytes by which each way made the process grow (`peak_of`); None if unknown.
     """
     first = next((name for name in seconds if not name.startswith("triad")), "")
     found = common.rows(call.about, seconds, sent, common.compared_with(seconds, first))
@@ -391,7 +402,7 @@ def rows_of(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return the words that are printed behind the times of a row of results.
+    """Return more text to print after the times of a row of results of `bench attention`, in parts.
 
     They are GB/s of memory, the MB by which the process grew, and the MB sent, as far as the row has them.
     """

@@ -81,7 +81,7 @@ def start(words: Sequence[str], launch: Launch) -> int:
 
 
 def import_engine(_values: Values) -> None:
-    """Import the engine, for benchmarks that do not say what their ranks import before they are forked.
+    """Import the engine before ranks are forked, for benchmarks without a function of their own for that.
 
     Args:
         _values: the command's options, not used.

@@ -55,9 +55,10 @@ def with_common_options(*own: Option) -> tuple[Option, ...]:
 
 
 def of_benchmarks(setting: Option) -> bool:
-    """Return True if benchmarks have a flag for this setting of the engine.
+    """Return True if benchmarks let users give this setting of the engine on the command line.
 
-    It is a test for `with_settings`, which leaves out settings that a benchmark has an option of its own for.
+    It is the test that `with_settings` applies. Settings that a benchmark has an option of its own for are left out
+    there.
     """
     return setting.given == "machine" or setting.name in OF_PRESETS
 
@@ -79,10 +80,12 @@ def engine_config(values: Values, preset: str | None = None, **own: Any) -> Conf
 
 
 def with_compiled(configs: Mapping[str, Config]) -> dict[str, Config]:
-    """Return the settings of all variants without compiling, and of those that ask for it also as "NAME compiled".
+    """Return the settings of a benchmark's variants, with those to compile in two forms.
+
+    All variants are returned without compiling. Those that ask for it are returned as "NAME compiled" too.
 
     Args:
-        configs: settings by name of variant.
+        configs: settings by the variants' names.
     """
     plain = {name: config.with_(compile=False) for name, config in configs.items()}
     return plain | {f"{name} compiled": config for name, config in configs.items() if config.compile}
@@ -182,7 +185,9 @@ def measure_slowest(
 
 
 def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[str, list[float]]:
-    """Return each measurement's longest seconds on any rank. All ranks call this; only rank 0's result is complete.
+    """Return, by variant, the longest seconds of each measurement on any rank.
+
+    All ranks call this; only rank 0's result is complete.
 
     Args:
         seconds: this rank's measurements by variant, in the same order on all ranks.
@@ -226,7 +231,7 @@ def rows(
 
 
 def compared_with(names: Sequence[str] | Mapping[str, Any], *others: str) -> dict[str, dict[str, str]]:
-    """Return the argument `references` of `rows` that compares all variants with the same ones.
+    """Return the mapping `references` for `rows`, by which all variants are compared with the same ones.
 
     Args:
         names: the variants of the benchmark.
@@ -238,13 +243,13 @@ def compared_with(names: Sequence[str] | Mapping[str, Any], *others: str) -> dic
 def say_rows(
     measured: Sequence[Row], unit: str = "", more: Callable[[Row], Sequence[str]] = lambda row: (), title: str = ""
 ) -> None:
-    """Print one case: a line for each row, with its median, spread and ratios.
+    """Print the rows of a benchmark's results: a line for each, with its median, spread and ratios.
 
     Args:
         measured: the rows, as `rows` returns them.
         unit: word behind the milliseconds, such as "a step".
-        more: takes a row and returns further words about it, which follow its ratios.
-        title: first line; by default the case.
+        more: function of a row that returns more text about it, in parts, which follows its ratios.
+        title: first line; by default what the rows measured.
     """
     say(title or measured[0]["case"])
     table = []
@@ -294,12 +299,19 @@ class SerialGroup:
     receives_ahead = False  # a call lists all its peers, so that they can take turns
 
     def __init__(self, group: Any) -> None:
+        """Wrap a group of ranks. All that is not defined here is the group's own."""
         self._inner, self.ranks, self.index = group, group.ranks, group.index
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
+        """Send and receive tensors, with one peer after the other. Return when all have arrived, with their messages.
+
+        Args:
+            sends: pairs of a tensor and the index of the peer that it goes to.
+            recvs: pairs of a tensor to receive into and the index of the peer that it comes from.
+        """
         size, pending = len(self.ranks), self._inner.send_recv([], [])
         for step in range(1, size):
             to, source = (self.index + step) % size, (self.index - step) % size
@@ -317,10 +329,17 @@ class SerialTransport:
     group_of: Any = SerialGroup  # class of the groups it makes
 
     def __init__(self, transport: Any) -> None:
+        """Wrap a transport. All that is not defined here is the transport's own."""
         self._inner, self.world = transport, self.group_of(transport.world)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def group(self, ranks: Sequence[int], together: bool | None = None) -> Any:
+        """Return a group of some ranks that exchanges messages with one peer at a time.
+
+        Args:
+            ranks: numbers of the members.
+            together: not used.
+        """
         return self.group_of(self._inner.group(ranks))

@@ -51,7 +51,7 @@ OPTIONS = common.with_common_options(
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that cannot be measured, and on a single rank, which shares the model with none.
+    """Raise UserError for options of `bench latte` that cannot be measured, and for a single rank.
 
     Args:
         values: the command's options.
@@ -77,11 +77,19 @@ class UlyssesLatte(LatteAdapter):
     plan = TOKENS
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
+        """Return the class of attention processors that replaces diffusers' own, by the replaced class."""
         from diffusers.models.attention_processor import AttnProcessor2_0
 
         return {AttnProcessor2_0: SpatialProcessor}
 
     def attach(self, model: Any, host: Any, kernels: Any) -> Callable[[], None]:
+        """Attach the engine to a Latte model, in place, and return the function that undoes it.
+
+        Args:
+            model: the Latte model.
+            host: the engine, which cuts the model's tensors among ranks and gathers them.
+            kernels: the engine's kernels.
+        """
         undo = contextlib.ExitStack()
         undo.callback(Adapter.attach(self, model, host, kernels))
 
@@ -105,6 +113,14 @@ class SpatialProcessor(AttentionProcessor):
     """
 
     def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **more: Any) -> Any:
+        """Return the output of a block's attention, computed with other ranks only in spatial blocks.
+
+        Args:
+            attn: diffusers' attention module.
+            hidden_states: this rank's tokens.
+            encoder_hidden_states: tokens of the text to attend to; None in self-attention.
+            more: other arguments of diffusers' processors.
+        """
         if encoder_hidden_states is not None or self._layer.startswith("temporal"):
             return self._replaced(attn, hidden_states, encoder_hidden_states, **more)
 
@@ -135,9 +151,10 @@ def engine_of(model: Any, config: Config, transport: Any, way: str) -> Any:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Time one step of every variant, each on its own copy of the model. Rank 0 prints and writes the results.
+    """Run one rank's part of `bench latte`: time a step of every variant, each on its own copy of the model.
 
-    The largest difference of a variant's output to the first variant's is printed too.
+    Rank 0 prints and writes the results. The largest difference of a variant's output to the first variant's is printed
+    too.
 
     Args:
         values: the command's options.
@@ -203,6 +220,7 @@ def wait_in_linear_layers(model: Any, seconds_of_token: float) -> None:
         """A wait in place of a linear layer. Its output is zeros."""
 
         def __init__(self, of: torch.nn.Linear, seconds_of_row: float) -> None:
+            """Take the place of the linear layer `of`. A call waits for so many seconds for each row of its input."""
             super().__init__()
             self.width, self.seconds_of_row = of.out_features, seconds_of_row
 

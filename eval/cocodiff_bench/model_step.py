@@ -100,8 +100,10 @@ LARGEST_BATCH = 32  # that of the CoCoDiff paper
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the engine's settings for a variant by its name's words. If two words set the same one, the first word
-    counts."""
+    """Return the engine's settings for a variant of `bench step`, from the words of its name.
+
+    name: words of WORDS, such as "tapa v_first"; if two words set the same setting, the first one counts
+    """
     found = {"exchange": "flat"}
     for word in reversed(name.split()):
         found |= WORDS[word]
@@ -146,10 +148,10 @@ OPTIONS = common.with_common_options(
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options that these ranks cannot measure. In `values`, replace `variants` by their full names.
+    """Raise UserError for options of `bench step`, with a model's shape, that cannot be measured on these ranks.
 
     Args:
-        values: the command's options.
+        values: the command's options; its `variants` are replaced by their full names.
         ranks: number of ranks of the launch; None if unknown, and then not checked.
     """
     check_counts(values, "steps", "repeats", "ranks", "ring", *(["batch"] if values["batch"] else []))
@@ -182,7 +184,7 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def check_shape(values: Values, shape: ModelShape) -> None:
-    """Raise UserError for options that a random transformer on a real machine cannot measure.
+    """Raise UserError for options of `bench step` that cannot be measured with a random transformer on a real machine.
 
     Args:
         values: the command's options.
@@ -197,7 +199,7 @@ def check_shape(values: Values, shape: ModelShape) -> None:
 
 
 def check_room(shape: ModelShape, transport: Any) -> None:
-    """Raise UserError if the weights of a random model of the shape exceed this rank's free memory.
+    """Raise UserError if the weights of a random model of given sizes exceed this rank's free memory.
 
     Activations are not counted.
 
@@ -215,10 +217,10 @@ def check_room(shape: ModelShape, transport: Any) -> None:
 
 
 def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int, dict[str, Config]]:
-    """Return the number of images in one call, and the settings of the variants that fit a tile's memory with it, by
-    name.
+    """Return the number of images in one call, and the engine's settings of the variants that then fit in memory.
 
-    If the machine file does not say the tile's memory, these are all variants. Raise UserError if none fits.
+    Settings are listed by the variants' names. The memory is that of a tile of the machine. If the machine file does
+    not say the tile's memory, these are all variants. Raise UserError if none fits.
 
     Args:
         values: the command's options. Batch 0 asks for as many images as fit.
@@ -240,8 +242,9 @@ def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int,
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measure all variants at all sizes and link efficiencies, as one rank's part; rank 0 prints and writes the
-    results.
+    """Run one rank's part of `bench step` with a model's shape: all variants, at all sizes and link efficiencies.
+
+    Rank 0 prints and writes the results.
 
     Args:
         values: the command's options. Batch and variants are replaced by those that fit into memory.
@@ -324,10 +327,10 @@ Built = dict[tuple[str, CallKind], StandIn]
 
 
 def stand_ins(cases: Mapping[str, Case], transports: Mapping[str, Any], clock: Clock) -> Built:
-    """Return the stand-ins for a model's layers, by variant and kind of attention calls.
+    """Return layers that wait in place of a model's that compute, by variant and kind of attention calls.
 
-    With codecs and displacement each kind has its own, because a step in which tensors are sent as they are would reset
-    their state.
+    With codecs and displacement each kind has an object of its own. Otherwise a step in which tensors are sent as they
+    are would reset their state.
 
     Args:
         cases: the planner's description of each variant.
@@ -343,7 +346,7 @@ def stand_ins(cases: Mapping[str, Case], transports: Mapping[str, Any], clock: C
 
 
 def layer_of(case: Case, rank: int, clock: Clock) -> PlannedLayer:
-    """Return one layer as this rank runs it: tensors of full size, and waits instead of computation.
+    """Return one layer of the model as this rank runs it: tensors of full size, and waits instead of computation.
 
     Args:
         case: the planner's description of the variant.
@@ -361,12 +364,13 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def calls_of(built: Built) -> tuple[Calls, Calls]:
-    """Return two mappings, both by `key_of`: functions to time, and functions that begin a step before them.
+    """Return the functions to time, and the functions that begin a step before them; two mappings of the same keys.
 
-    Variants with displaced tensors or shared weights have no second function: the first begins their steps.
+    A key names a variant and a kind of attention calls (`key_of`). Variants with displaced tensors or shared weights
+    have no second function: the first begins their steps.
 
     Args:
-        built: the layers to measure.
+        built: the layers to measure, by variant and kind of attention calls.
     """
     variants, begins = Calls(), Calls()
     for (name, kind), one in built.items():
@@ -379,7 +383,7 @@ def calls_of(built: Built) -> tuple[Calls, Calls]:
 
 
 def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: int, transport: Any) -> Calls:
-    """Return, by the key OUTPUTS, the function in which each rank exchanges the model's output with its partner.
+    """Return, under the key OUTPUTS, the function in which each rank exchanges the model's output with its partner.
 
     Partners are in different halves of the ranks, which compute guidance's two branches.
 
@@ -405,8 +409,9 @@ def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: in
 
 
 def parts_of(name: str) -> int:
-    """Return the number of parts into which a variant divides the ranks: 2 if each computes a branch of guidance, else
-    1.
+    """Return the number of parts into which a variant divides the ranks.
+
+    It is 2 if each part computes a branch of classifier-free guidance, else 1.
 
     Args:
         name: name of the variant, a key of ALL_VARIANTS.
@@ -415,17 +420,26 @@ def parts_of(name: str) -> int:
 
 
 def config_of(name: str, values: Values) -> Config:
-    """Return the engine's settings for a variant, which is named by a key of ALL_VARIANTS."""
+    """Return all settings of the engine for a variant of `bench step`.
+
+    Args:
+        name: name of the variant, a key of ALL_VARIANTS.
+        values: the command's options, which set the machine and others.
+    """
     return common.engine_config(values, **ALL_VARIANTS[name])
 
 
 def measured_kinds(case: Case) -> list[CallKind]:
-    """Return the kinds of attention calls that are measured for a variant. Others are interpolated."""
+    """Return the kinds of attention calls that are measured for a variant. The times of others are interpolated.
+
+    Args:
+        case: the planner's description of the variant.
+    """
     return list(STABLE) if case.config.selection == "v_major" else sampled_kinds(case)
 
 
 def key_of(name: str, kind: CallKind) -> str:
-    """Return the key, in the measurements, of a variant's layers with attention calls of one kind.
+    """Return the text that names a variant, and one kind of its attention calls, in the measurements.
 
     Args:
         name: name of the variant.
@@ -435,10 +449,10 @@ def key_of(name: str, kind: CallKind) -> str:
 
 
 def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[CallKind, float]]) -> float:
-    """Return the mean seconds of a layer over all steps of a run.
+    """Return the mean seconds of a layer over all steps of a denoising run.
 
-    Between measured fractions of unsent tokens it is interpolated. If the fraction 0 is not measured, it is taken as a
-    call that sends all tokens.
+    Calls differ in the fraction of tokens that they leave unsent. Between measured fractions seconds are interpolated.
+    If the fraction 0 is not measured, it is taken as a call that sends all tokens.
 
     Args:
         of_kind: measured seconds by kind of attention calls.
@@ -467,10 +481,9 @@ class Measured:
         return (shape.joint_layers + shape.parallel_layers) * branches
 
     def hidden_share(self, name: str, steps: Sequence[Mapping[CallKind, float]]) -> float | None:
-        """Return how much of the bytes that no call waits for was sent while the rank computed, from 0 to 1, over all
-        steps.
+        """Return the share, 0 to 1, of a variant's bytes that no call waits for that was sent while the rank computed.
 
-        Return None if there are no such bytes.
+        It is a mean over all steps. Return None if there are no such bytes.
 
         Args:
             name: name of the variant.
@@ -516,7 +529,7 @@ def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
 
 
 def more_words(row: Row) -> list[str]:
-    """Return the words that are printed behind the times of a row of results.
+    """Return more text to print after the times of a row of results of `bench step`, in parts.
 
     They are the share of communication, speed-ups over baselines, the run whose displaced tensors are repeated, the
     hidden share of the bytes that no call waits for, and memory, as far as the row has them.

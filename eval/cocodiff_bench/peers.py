@@ -89,7 +89,7 @@ Replaceable = dict[tuple[Any, str], Any]  # values of attributes, by (class, nam
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for sizes that cannot be run or split, and for other libraries that are missing.
+    """Raise UserError for options of `bench peers` that cannot be run: wrong sizes, or other libraries missing.
 
     Args:
         values: the command's options.
@@ -106,19 +106,28 @@ def check(values: Values, ranks: int | None) -> None:
 
 
 def sizes_of(values: Values) -> Sizes:
-    """Return the sizes of the random model that the options ask for."""
+    """Return the sizes of the random transformer that the command's options ask for."""
     names = ("heads", "double", "single", "side", "text", "frames", "dtype")
     return Sizes(**{name: values[name] for name in names}, head_dim=HEAD_DIM)
 
 
 def steps_of(values: Values) -> int:
-    """Return the number of steps of the denoising run that every variant makes, at least STEPS."""
+    """Return the number of steps of the denoising run that every variant makes: at least STEPS, or as measured.
+
+    values: the command's options, of which `repeats` is used
+    """
     return max(STEPS, values["repeats"] + LEAD_IN + 1)
 
 
 def check_sizes(values: Values, ranks: int) -> None:
-    """Raise UserError if there is only one rank, or if other libraries cannot split the sizes evenly among the
-    ranks."""
+    """Raise UserError if there is only one rank, or if other libraries cannot split the model evenly among ranks.
+
+    The numbers of image tokens, text tokens and heads are checked.
+
+    Args:
+        values: the command's options.
+        ranks: number of ranks.
+    """
     if ranks < 2:
         raise UserError("bench peers compares exchanges between ranks: start at least 2, e.g. --ranks 2")
     peers = [name for name in values["only"] if name != OURS]
@@ -139,22 +148,32 @@ def import_before_fork(values: Values) -> None:
 
 
 class Stepping:
-    """A function that calls a variant's model with the inputs of the next step each time."""
+    """A function of no arguments that calls a variant's model, each time with the inputs of the next denoising step.
+
+    Variants that keep state from step to step are so timed as in a run.
+    """
 
     def __init__(self, call: Call, inputs: Sequence[Inputs]) -> None:
+        """Take the function and the inputs of all calls. Nothing is called yet.
+
+        Args:
+            call: function of a call's inputs that calls the model.
+            inputs: inputs of each denoising step, in order.
+        """
         self._call, self._inputs, self._calls = call, inputs, 0
         self.last: Any = None  # output of the latest call
 
     def __call__(self) -> Any:
+        """Call the model for the next step. Return its output, which is kept in `last` too."""
         self.last = self._call(self._inputs[self._calls])
         self._calls += 1
         return self.last
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Check every variant against one process, on its own copy of the model, then time all in turn.
+    """Run one rank's part of `bench peers`: check every variant's output, then time a call of the model with each.
 
-    Rank 0 prints and writes the results.
+    Outputs are compared with those of one process. Rank 0 prints and writes the results.
 
     Args:
         values: the command's options.
@@ -208,7 +227,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 
 
 def calls_of_peers(values: Values, model: Any, transport: Any) -> dict[str, Call]:
-    """Return, by variant, the functions that call the model with other libraries' attention.
+    """Return, by variant, functions of a call's inputs that call the model with other libraries' parallel attention.
 
     All ranks build the same ones in the same order, because building makes process groups.
 
@@ -234,7 +253,7 @@ def report(
     more: Mapping[str, Mapping[str, Any]],
     ranks: int,
 ) -> None:
-    """Print and write the results, with each variant's errors and the time of its first call.
+    """Print and write the results of `bench peers`, with each variant's errors and the time of its first call.
 
     Times are compared with those of the fastest variant that is not ours.
 
@@ -243,7 +262,7 @@ def report(
         output: folder of the results.
         seconds: seconds of each measurement, by variant.
         sent: bytes of a step by variant and class of link.
-        more: further columns of the rows, by variant.
+        more: further columns of the rows, by variant and name of the column.
         ranks: number of ranks.
     """
     peers = [name for name in seconds if name not in our_configs(values)]
@@ -267,7 +286,7 @@ def report(
 
 
 def more_words(row: Row) -> list[str]:
-    """Return the words that are printed behind the times of a row of results.
+    """Return more text to print after the times of a row of results of `bench peers`, in parts.
 
     They are the first call's milliseconds, and two relative errors: against one process in fp32 and against an exact
     variant. Variants that displace tensors also have their codec, and the share of their bytes that no call waited for.
@@ -347,11 +366,10 @@ def our_configs(values: Values) -> dict[str, Config]:
 
 
 def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
-    """Return `our_configs` with each codec `auto` replaced by the one that the planner chooses; rank 0 prints the
-    choice.
+    """Return the settings of cocodiff's own variants, with each codec "auto" replaced by the planner's choice.
 
-    On emulated links it is made for the actual conditions: links slower than the machine file's by the scale, and
-    arithmetic as fast as rank 0 measures it on this host.
+    Rank 0 prints the choice. On emulated links it is made for the actual conditions: links slower than the machine
+    file's by the scale, and arithmetic as fast as rank 0 measures it on this host.
 
     Args:
         values: the command's options.
@@ -405,7 +423,13 @@ def measured_device(ranks: int, tokens: int, width: int) -> Device:
 
 
 def late_bytes(engine: Engine) -> int:
-    """Return the bytes that all ranks have sent for displaced tensors, which no call waits for. All ranks call this."""
+    """Return the bytes that all ranks have sent for displaced tensors, which are used a step later.
+
+    No attention call waits for these bytes. All ranks call this.
+
+    Args:
+        engine: the engine of one variant on this rank.
+    """
     return sum(engine.bytes("late").values())
 
 
@@ -485,10 +509,10 @@ def replaceable(model: str) -> Replaceable:
 
 
 def put(what: Replaceable) -> None:
-    """Set attributes of classes.
+    """Set attributes of diffusers' classes, which cache-dit replaces.
 
     Args:
-        what: copies of the values to set, by (class, name of the attribute).
+        what: the values to set, by (class, name of the attribute).
     """
     for (owner, name), value in what.items():
         setattr(owner, name, copy.copy(value))  # a copy, because a table may be changed later

@@ -76,7 +76,7 @@ def random_model(benched: BenchmarkModel, sizes: Sizes) -> Any:
 
 
 def rotary_axes(sizes: Sizes) -> tuple[int, int, int]:
-    """Return how many channels of a head the rotary embedding rotates by frame, by row and by column."""
+    """Return the numbers of a head's channels that the rotary embedding rotates by frame, by row and by column."""
     along = sizes.head_dim // 32 * 14
     return sizes.head_dim - 2 * along, along, along
 
@@ -95,8 +95,12 @@ def places(sizes: Sizes, axes: int) -> Tensor:
 
 
 def in_frames(sizes: Sizes, x: Tensor) -> Tensor:
-    """Return image tokens [B, tokens, C channels] as a video [B, C, frames, side, side], of the frames and side in
-    `sizes`."""
+    """Return image tokens as a video, a view.
+
+    Args:
+        sizes: numbers of frames and of tokens along a frame's edge.
+        x: the tokens, [B, tokens, C channels], which become [B, C, frames, side, side].
+    """
     return x.transpose(1, 2).unflatten(2, (sizes.frames, sizes.side, sizes.side))
 
 
@@ -184,9 +188,10 @@ OF_FAMILIES = {"FLUX.1": FLUX, "FLUX.2": FLUX_2, "SD3 / SD3.5": SD3, "Qwen-Image
 
 
 def run_inputs(benched: BenchmarkModel, sizes: Sizes, calls: int, steps: int) -> list[Inputs]:
-    """Return the arguments of the first `calls` calls of the model in a denoising run. All calls have one prompt.
+    """Return random arguments for the first `calls` calls of a model in a denoising run, a mapping by name for each.
 
-    Noise turns in equal steps into a picture, which changes on the way, as a model's estimate does.
+    All calls have one prompt. Noise turns in equal steps into a picture, which changes on the way, as a model's
+    estimate does.
 
     Args:
         benched: the model's class.
@@ -198,7 +203,7 @@ def run_inputs(benched: BenchmarkModel, sizes: Sizes, calls: int, steps: int) ->
     dtype = DTYPES[sizes.dtype]
 
     def drawn(*shape: int) -> Tensor:
-        """Return normally distributed numbers, [batch, *shape]."""
+        """Return normally distributed random numbers, float32 [batch, *shape], the next of one seed."""
         return torch.randn(sizes.batch, *shape, generator=noise)
 
     start, one, other = (drawn(sizes.tokens, sizes.channels) for _ in range(3))
@@ -218,17 +223,22 @@ def run_inputs(benched: BenchmarkModel, sizes: Sizes, calls: int, steps: int) ->
 
 
 def in_fp32(inputs: Inputs) -> Inputs:
-    """Return the arguments of a call with all tensors in fp32."""
+    """Return the arguments of a call of the model, by name, with all tensors converted to fp32."""
     return {name: value.float() if hasattr(value, "float") else value for name, value in inputs.items()}
 
 
 def step(model: Any, inputs: Inputs) -> Tensor:
-    """Call the model once with these arguments, and return its output."""
+    """Call a transformer once, for one denoising step, and return its output.
+
+    Args:
+        model: the transformer.
+        inputs: the call's arguments by name.
+    """
     return model(**inputs, return_dict=False)[0]
 
 
 def run(model: Any, of_steps: Sequence[Inputs], branches: int) -> None:
-    """Call the model for all steps of a run, and drop the outputs.
+    """Call a transformer for all steps of a denoising run, to time it. Outputs are dropped.
 
     Args:
         model: the transformer.

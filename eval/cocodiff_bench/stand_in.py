@@ -39,10 +39,13 @@ LENGTHS = {"encode_lossless": 4, "stream_lengths": 3}
 
 
 class Clock:
-    """The waits that take the place of a device's computation. All variants share one object, because they run in
-    turn."""
+    """The waits that take the place of a device's computation, on an emulated machine.
+
+    All variants share one object, because they are measured one after the other.
+    """
 
     def __init__(self, device: Device) -> None:
+        """Take the device whose computation is waited for. Waits last no time until `dilation` is set."""
         self.device, self.dilation = device, 0.0  # dilation: factor of all waits
 
     def wait(self, seconds: float, _launches: int = 0) -> None:
@@ -56,17 +59,31 @@ class Clock:
 
 
 class WaitingKernels(Kernels):
-    """The engine's operations, with scoring and coding replaced by waits. All others are run.
+    """The engine's kernels for benchmarks, with scoring and coding replaced by waits. All others are run.
 
     A wait is as long as the roofline model of plans says, with one launch. All scores are zero, because it does not
     matter which tokens are chosen. Nothing is coded.
     """
 
     def __init__(self, clock: Clock, path: str, note: Callable[[str, str], None]) -> None:
+        """Prepare the kernels.
+
+        Args:
+            clock: the waits that replace computation.
+            path: the engine's setting for kernels.
+            note: function that records each run of an operation, by its name and path.
+        """
         super().__init__(path, note)
         self._clock = clock
 
     def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
+        """Run an operation, or wait instead of it for as long as the device would take.
+
+        Args:
+            op: name of the operation.
+            arguments: its arguments.
+            named: its named arguments.
+        """
         if op not in PASSES:
             return super()._run(op, *arguments, **named)
         self._clock.wait(operation_s(self._clock.device, op, moved_by(op, arguments), arguments))
@@ -84,9 +101,11 @@ class RooflineAttention(LocalAttention):
     """
 
     def __init__(self, clock: Clock) -> None:
+        """Take the waits that replace computation."""
         self._clock = clock
 
     def whole(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, _mask: Tensor | None = None) -> Tensor:
+        """Wait as long as attention of the queries to the keys would take. Return an output of arbitrary numbers."""
         B, L, G, D = q_BSGD.shape
         out_BSGD = torch.empty_like(q_BSGD)
         moved = bytes_of((q_BSGD, k_BSGD, v_BSGD, out_BSGD))
@@ -94,6 +113,7 @@ class RooflineAttention(LocalAttention):
         return out_BSGD
 
     def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, mask: Tensor | None = None) -> Partial:
+        """Wait as for `whole`. Return a partial result: an output of arbitrary numbers, and log-sum-exps of 0."""
         return Partial(self.whole(q_BTGD, k_BUGD, v_BUGD, mask), torch.zeros(q_BTGD.shape[:3]))
 
 
@@ -106,6 +126,13 @@ class StandIn:
     layer: PlannedLayer  # the layer that is run, again and again; set by `settle`
 
     def __init__(self, case: Case, transport: Any, clock: Clock) -> None:
+        """Build the variant's strategy for attention, as the engine does. All ranks of a sequence do so together.
+
+        Args:
+            case: the planner's description of the variant.
+            transport: connections to the ranks that share a sequence.
+            clock: the waits that replace computation.
+        """
         # Seconds of a layer in every call of `run_behind` or `run_shared`, and the trace's record of the last one.
         self.last_s, self.record = list[float](), dict[str, Any]()
         self._clock, self._trace = clock, Trace(transport.rank)
@@ -123,7 +150,7 @@ class StandIn:
             SplitWeights(self._blocks, case.topology, transport, split).attach(self._trace)
 
     def begin(self, kind: CallKind) -> None:
-        """Begin the next step. Return when the ranks have agreed on what all its layers share.
+        """Begin the next denoising step. Return when the ranks have agreed on what all its layers share.
 
         Args:
             kind: the kind of attention calls in the step.
@@ -139,22 +166,25 @@ class StandIn:
             self.run_layer(number)
 
     def run_layer(self, number: int) -> None:
-        """Run `layer`, in place of layer `number` of the model: with real messages, and waits for computation.
+        """Run the stand-in for one layer of the model: with real messages, and waits for computation.
 
-        All layers are equal. The number only keeps apart what codecs remember of each.
+        All layers are equal: the same object is run for each.
+
+        Args:
+            number: number of the model's layer, by which codecs keep a state of their own for each.
         """
         name = self.layer.kind.name
         self.layer.run(self._strategy, LayerKey(f"{name} {number}" if number else name))
 
     def settle(self, layer: PlannedLayer, kind: CallKind) -> None:
-        """Set the layer to run, and bring the codec into the state of calls of one kind, before they are measured.
+        """Set the layer to run, and bring the codec into the state in which calls of one kind are to be measured.
 
-        For that it runs, without waits, the step that starts a run, and the next ones that cost more or less than later
-        ones.
+        For that it runs, without waits, the step that starts a run and the next ones, which cost more or less than
+        later ones.
 
         Args:
-            layer: the layer.
-            kind: the kind of attention calls.
+            layer: the layer to run in place of every layer of the model.
+            kind: the kind of attention calls that are measured next.
         """
         self.layer = layer
         self._clock.dilation = 0.0
@@ -164,12 +194,13 @@ class StandIn:
             self.run(SITES if kind.displaced else 1)
 
     def run_behind(self, kind: CallKind) -> None:
-        """Run three steps of displaced calls, each of SITES layers, and time the third, as plans do (`PlannedCall`).
+        """Run three denoising steps with displaced tensors, each of SITES layers, and time the third.
 
-        Append the seconds of one layer to `last_s`. At the end no messages are in flight.
+        Displaced tensors are sent in one step and used in the next. The seconds of one layer are appended to `last_s`.
+        At the end no messages are in flight.
 
         Args:
-            kind: the kind of attention calls. The tensors that it displaces are sent in one step and used in the next.
+            kind: the kind of attention calls, which says which tensors are displaced.
         """
         self._trace.clear()
         for _ in range(3):
@@ -183,7 +214,7 @@ class StandIn:
     def run_shared(self, kind: CallKind) -> None:
         """Run two steps, each of SITES layers whose weights are divided among ranks and gathered, and time the second.
 
-        Append the seconds of one layer to `last_s`.
+        The seconds of one layer are appended to `last_s`.
 
         Args:
             kind: the kind of attention calls.
@@ -198,14 +229,18 @@ class StandIn:
 
 
 class Blocks(nn.Module):
-    """A model whose blocks have one tensor of weights each, to be divided among ranks. A block runs a layer that
-    ignores them."""
+    """A model with weights of the right size but no use, to measure their gathering from the ranks that share them.
+
+    Each of its blocks has one tensor of weights. A call of a block runs a function that ignores them.
+    """
 
     def __init__(self, numbers: float) -> None:
+        """Make SITES blocks with this number of weights each."""
         super().__init__()
         self.blocks = nn.ModuleList(Block(int(numbers)) for _ in range(SITES))
 
     def forward(self, run_layer: Callable[[int], None]) -> None:
+        """Call each block, which calls `run_layer` with the block's number when its weights are gathered."""
         for number, block in enumerate(self.blocks):
             block(partial(run_layer, number))
 
@@ -214,6 +249,7 @@ class Block(nn.Module):
     """A block of a model, with one tensor of weights. A call runs the function it gets, and ignores the weights."""
 
     def __init__(self, numbers: int) -> None:
+        """Allocate the weights: this number of elements, bfloat16, all 0."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(numbers, dtype=torch.bfloat16), requires_grad=False)
 
@@ -227,19 +263,21 @@ Interval = tuple[int, int]  # start and end in nanoseconds
 
 
 class Late(NamedTuple):
-    """The bytes that ranks sent for displaced tensors or shared weights, which no call waits for, and the hidden part
-    of them."""
+    """The bytes that ranks sent for displaced tensors or shared weights, and the part of them that cost no time.
+
+    No attention call waits for these bytes. They are hidden if they are sent while the rank computes.
+    """
 
     sent: int  # number of bytes, of all ranks
     hidden: float  # bytes sent while the main thread did not wait; of messages partly so, in proportion to time
 
     @classmethod
     def of(cls, of_ranks: Iterable[Sequence[Span]], waited: str = "wait") -> Late:
-        """Return the bytes summed over all ranks.
+        """Return these bytes, summed over all ranks, from the recorded spans of the ranks' work.
 
         Args:
             of_ranks: the spans of each rank's trace.
-            waited: prefix of the names of spans in which the main thread waits. What is sent meanwhile is not hidden.
+            waited: beginning of the names of spans in which the main thread waits: bytes sent meanwhile are not hidden.
         """
         sent, hidden = 0, 0.0
         for of_rank in of_ranks:
@@ -257,7 +295,7 @@ def _times(spans: Iterable[Span]) -> list[Interval]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as disjoint intervals in ascending order, without empty ones."""
+    """Return the union of time intervals as disjoint intervals in ascending order, without empty ones."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -268,10 +306,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Return the total length of disjoint intervals, in nanoseconds."""
+    """Return the total length of disjoint time intervals, in nanoseconds."""
     return sum(end - start for start, end in intervals)
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """Return the length of the intersection of two sets of disjoint intervals, in nanoseconds."""
+    """Return the length of the intersection of two sets of disjoint time intervals, in nanoseconds."""
     return length(first) + length(second) - length(union([*first, *second]))

@@ -34,12 +34,12 @@ OPTIONS = common.with_common_options(
 
 
 def request_of(values: Values) -> Request:
-    """Return the request that loads the pipeline of the options, for inpainting."""
+    """Return the description of the model that the options of `bench step` name, to be loaded for inpainting."""
     return Request(values["model"], INPAINT)
 
 
 def check(values: Values, ranks: int | None) -> None:
-    """Raise UserError for options, or a model, that these ranks cannot measure.
+    """Raise UserError for options of `bench step`, or a model in diffusers' layout, that cannot be measured here.
 
     Args:
         values: the command's options.
@@ -56,9 +56,9 @@ def import_before_fork(values: Values) -> None:
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
-    """Measure whole pipeline calls, one variant after the other in every round. Rank 0 prints and writes the results.
+    """Run one rank's part of `bench step` with a pipeline: time whole calls, one variant after the other in each round.
 
-    A step's time is the call's, divided by its number of steps.
+    Rank 0 prints and writes the results. A step's time is the call's, divided by its number of steps.
 
     Args:
         values: the command's options.
@@ -92,7 +92,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 def bytes_of_steps(engines: Mapping[str, Engine], values: Values) -> dict[str, dict[str, int]]:
     """Return the bytes that all ranks sent in a mean step, by variant and class of link. All ranks call this.
 
-    Steps of the warm-up are included.
+    The mean is over all steps that were run, those of the warm-up included.
 
     Args:
         engines: the engine of each variant.
@@ -133,12 +133,13 @@ SILENT = "no messages"  # name of the variant that measures a step without messa
 
 
 class SilentGroup(SerialGroup):
-    """A group that neither sends nor receives attention's tensors, to time computation alone.
+    """A group of ranks that neither sends nor receives attention's tensors, to time computation alone.
 
     Tensors that would be received hold arbitrary numbers.
     """
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
+        """Send and receive nothing. Return an empty set of messages to wait for."""
         return self._inner.send_recv([], [])
 
     collective = send_recv
@@ -153,7 +154,7 @@ class SilentTransport(SerialTransport):
 def measure_shape(
     values: Values, shape: ModelShape, family: str, configs: Mapping[str, Config], transport: Any
 ) -> list[Row]:
-    """Measure whole runs of a random transformer that has a model's shape. They take as long as with real weights.
+    """Time whole denoising runs of a random transformer with a model's sizes. They take as long as with real weights.
 
     Return a row for each variant, with the most memory that a rank used on its device.
 
@@ -188,8 +189,12 @@ def measure_shape(
     memory = None if device.type == "cpu" else torch.get_device_module(device)
 
     def whole(name: str, engine: Engine) -> None:
-        """Run all steps of a variant's model once, and store in `most` the most memory that the device held
-        meanwhile."""
+        """Run all denoising steps of a variant's model once. Store in `most` the peak of the device's memory in bytes.
+
+        Args:
+            name: name of the variant.
+            engine: its engine.
+        """
         if memory is not None:
             memory.reset_peak_memory_stats(device)
         with engine:

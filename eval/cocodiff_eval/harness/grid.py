@@ -42,8 +42,10 @@ class Point:
 
     @property
     def lossy(self) -> bool:
-        """True if attention is not exact: tokens are left out or coded with loss. On a single rank that changes
-        nothing."""
+        """True if attention with these settings is not exact, since tokens are left out or coded with loss.
+
+        On a single rank neither changes anything.
+        """
         return not self.config.exact_attention
 
 

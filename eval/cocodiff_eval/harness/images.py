@@ -178,8 +178,7 @@ def video_frames(session: Session) -> int | None:
 
 
 def image_sides(session: Session, frames: int | None) -> tuple[int, int]:
-    """Return height and width in pixels of the images or videos to generate: those of the options, or else the model's
-    own.
+    """Return height and width, in pixels, of the images or videos to generate: the options', or else the model's own.
 
     Raise UserError for sides that the model would round.
 

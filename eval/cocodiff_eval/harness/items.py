@@ -53,8 +53,10 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """The number of samples that this batch makes in each mode, such as a preset; 0 if it is fused. Progress counts
-        them."""
+        """The number of samples that this batch makes in each mode, such as a preset, which progress bars count.
+
+        It is 0 for a batch that only fuses slices which are restored before.
+        """
         return 0 if self.fused else len(self.indices) * len(self.samples)
 
     @property

@@ -54,10 +54,12 @@ class Presets:
         self.presets, self.exact = presets, exact
 
     def run(self, queue: Queue, first: int) -> None:
-        """Make the units that a subclass needs before the batches; here none. All ranks call it.
+        """Do the work that a subclass needs before the job's batches, such as tries of settings; here none.
+
+        All ranks call it. The work is divided into units, each with a number in the queue.
 
         Args:
-            queue: the job's queue.
+            queue: the job's queue of units of work, which replicas share.
             first: number of the first of these units.
         """
 
@@ -89,9 +91,10 @@ class Presets:
         return BatchSettings({name: name for name in names}, self.exact if self.exact in names else None)
 
     def made(self, number: int, batch: Batch, settings: Sequence[str]) -> Mapping[str, Sequence[ItemSamples]]:
-        """Return the samples of each item of a batch, for each setting, if they were made before the batches.
+        """Return the restored samples of a batch that were made before the job's batches, as in a try of settings.
 
-        It is only called for batches whose number is in `tried`.
+        They are listed by setting, for each item of the batch. It is only called for batches whose number is in
+        `tried`.
 
         Args:
             number: number of the batch.
@@ -111,10 +114,10 @@ class Presets:
 
 @dataclass(frozen=True)
 class ItemResult:
-    """The results of one item of a job, such as a slice, as the store keeps them."""
+    """The results of one item of a job, such as a slice, in the form in which they are stored for a resumed run."""
 
     rows: list[dict[str, Any]]  # rows of metrics.json, one for each preset
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays, as of voxels, by names of the job's
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)  # restored voxels and others, by the job's names
 
 
 class JobResult(NamedTuple):
@@ -261,7 +264,7 @@ def run_batches(
 
     Args:
         job: the job.
-        way: decides which settings each batch is made with.
+        way: object that decides which settings each batch is made with.
         replica: this rank's replica.
         output: the `OutputFolder`, which has the store.
         settings: returns all settings that results depend on; called on rank 0.
@@ -295,14 +298,15 @@ def run_batches(
 
 
 def make_batch(job: Job, queue: Queue, way: Presets, number: int) -> Made:
-    """Make a batch, on all ranks of a replica. Return what the store keeps of it; nothing on ranks that do not lead.
+    """Make a batch, on all ranks of a replica. Return (name, value) pairs for the store.
 
-    These are the results of its items, or their samples if other batches have further samples of the items.
+    There are none on ranks that do not lead the replica. They are the results of its items, or their samples if other
+    batches have further samples of the items.
 
     Args:
         job: the job.
         queue: the job's queue.
-        way: decides which settings the batch is made with.
+        way: object that decides which settings the batch is made with.
         number: number of the batch.
     """
     batch = job.batches[number]
@@ -321,12 +325,12 @@ def make_batch(job: Job, queue: Queue, way: Presets, number: int) -> Made:
 
 
 def put_together(job: Job, queue: Queue, way: Presets, numbers: Sequence[int]) -> Made:
-    """Judge the items whose samples are divided among several batches. Return what the store keeps of their results.
+    """Judge the items whose samples are divided among several batches. Return their results as pairs for the store.
 
     Args:
         job: the job.
         queue: the job's queue.
-        way: has made the batches.
+        way: object with which the batches were made.
         numbers: numbers of the batches, which have the same items.
     """
     batch = job.batches[numbers[0]]
@@ -470,11 +474,11 @@ class Trials(Presets):
         queue.run({number: partial(self._try, queue, number) for number in numbers})
 
     def _try(self, queue: Queue, number: int) -> Made:
-        """Make one batch with one candidate setting. Return what the store keeps of it.
+        """Make one batch with one candidate setting. Return what the store keeps of it, as (name, value) pairs.
 
         Args:
             queue: the job's queue.
-            number: number of the unit of work, which says both.
+            number: number of the unit of work, from which the batch and the candidate follow.
         """
         candidate, place = divmod(number - self.count, self.count)
         batch = self.job.batches[place]

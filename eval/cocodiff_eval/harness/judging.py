@@ -153,8 +153,10 @@ class SliceReview:
 
     @cached_property
     def hides(self) -> bool:
-        """True if enough finite voxels are hidden to calibrate intervals (FEWEST_HIDDEN), so that calibration samples
-        are of use."""
+        """True if the slice has enough hidden voxels to calibrate its intervals (FEWEST_HIDDEN).
+
+        Else calibration samples, which restore them, are of no use.
+        """
         hidden_YX = self.hidden_YX
         return hidden_YX is not None and int((hidden_YX & np.isfinite(self.original_YX)).sum()) >= FEWEST_HIDDEN
 
@@ -358,13 +360,12 @@ def judge_slice(
 
 
 def outcome_of_slices(task: Task, errors: Sequence[np.ndarray]) -> Outcome:
-    """Return the outcome of a task whose slices are restored each by itself: whether the model beats the best simple
-    method.
+    """Return the comparison of the model with the best simple method, for a task whose slices are restored one by one.
 
     Simple methods, those of IN_SLICES, need no model. All are compared by their errors at hidden voxels.
 
     Args:
-        task: gives the number of the mask's parts.
+        task: the stack and its mask, of which the number of parts is used.
         errors: for each masked slice what `SliceReview.errors` returns.
     """
     from scipy import ndimage

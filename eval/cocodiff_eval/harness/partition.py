@@ -212,8 +212,10 @@ def pinned(values: dict[str, Any], presets: Sequence[Config]) -> tuple[int | Non
 
 
 def guides(request: Request) -> bool:
-    """Return True if the run has two branches of classifier-free guidance, by the model's pipeline and the guidance
-    scale."""
+    """Return True if a run of the model has two branches of classifier-free guidance.
+
+    It follows from the pipeline's class and the guidance scale of the request.
+    """
     if request.own is not None or request.index.get("is_distilled"):
         return False
     pipelines = request.pipelines

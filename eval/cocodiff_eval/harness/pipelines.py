@@ -99,8 +99,10 @@ class Request:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The prompts, and a checksum of the image's file, as plain data. Results depend on them, so a resumed job
-        compares them."""
+        """The prompts, and a checksum of the image's file, as plain data by name.
+
+        Results depend on them, so a resumed job compares them with those of its first start.
+        """
         image = {} if self.image is None else {"image": zlib.crc32(Path(self.image).read_bytes())}
         return {"prompts": list(self.prompts or ("",))} | image
 
@@ -132,7 +134,10 @@ class Model:
 
 
 def repeated(embeddings: Embeddings, batch: int) -> Embeddings:
-    """Return the embeddings of a prompt for `batch` images, each row or list repeated, from those of one image."""
+    """Return the embeddings of a prompt for a call with `batch` images: those for one image, each repeated.
+
+    embeddings: by the name of the call's argument, a tensor of one row or a list
+    """
     return {
         name: row * batch if isinstance(row, list) else row.repeat(batch, *[1] * (row.ndim - 1))
         for name, row in embeddings.items()
@@ -368,9 +373,9 @@ def load_model(
 def _load_on_ranks(
     request: Request, dtype: str, wanted: Any, transport: Any
 ) -> tuple[Any, list[Embeddings], dict[str, Any]]:
-    """Load a pipeline other than the embedded model's. Return the pipeline, still on the CPU, the embeddings of each
-    prompt, and the arguments of all its calls.
+    """Load a pipeline other than the embedded model's on every rank.
 
+    Return the pipeline, still on the CPU; the embeddings of each prompt; and the arguments of all its calls, by name.
     All ranks call it. Rank 0 loads first, so that files are downloaded once. It alone encodes the prompts.
 
     Args:

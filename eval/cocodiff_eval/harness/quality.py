@@ -126,12 +126,12 @@ class Bound:
         return figure >= self.db if self.against == "exact" else figure <= self.db
 
     def worst(self, figures: Mapping[int, float | None]) -> tuple[int, float] | None:
-        """Return the slice that breaks the bound most, or is nearest to that: its key and its figure in dB.
+        """Return the worst slice by the bound, the one that breaks it most or is nearest to that: (key, dB).
 
         Return None if all slices equal the exact run, or none is given.
 
         Args:
-            figures: by any key for a slice, its figure, as `keeps` takes it.
+            figures: by any key for a slice, its PSNR or loss in dB; None if it equals the exact run.
         """
         there = [(key, figure) for key, figure in figures.items() if figure is not None]
         return min(there, key=lambda one: one[1] if self.against == "exact" else -one[1], default=None)
@@ -262,7 +262,7 @@ class Quality:
         return asked._with(changes)
 
     def _with(self, changes: dict[str, dict[str, Any]]) -> Quality:
-        """Return the request with other candidate settings.
+        """Return a copy of the request of --quality with other candidate settings.
 
         Args:
             changes: by the candidate's name, the settings that it adds to the preset; from the cheapest to the exact
@@ -274,7 +274,7 @@ class Quality:
         return replace(self, changes=changes, candidates=candidates)
 
     def for_links(self, topology: Topology, work: AttentionWork) -> Quality:
-        """Return the request with the candidates that suit the links between ranks that share a sequence.
+        """Return a copy of the request of --quality with candidates that suit the links between ranks of a sequence.
 
         Candidates without a codec are taken if no codec saves time at the rates in the machine file. The candidates
         stay as they are if rates are missing, or if they are step caches.
@@ -304,8 +304,10 @@ class Quality:
 
     @property
     def presets(self) -> dict[str, Config]:
-        """The presets for code that knows of no candidates: only the preset's name, with the settings of the cheapest
-        candidate."""
+        """The preset of --quality, by its name, with the settings of the cheapest candidate.
+
+        It is for code that knows of presets only, not of candidates.
+        """
         return {self.preset: next(iter(self.candidates.values()))}
 
     def line(self, unit: str) -> str:
@@ -356,11 +358,11 @@ class Figure(NamedTuple):
 
     @classmethod
     def of(cls, db: float | None, cost: Cost) -> Figure:
-        """Return the measurements of one slice; bytes of all link classes are added.
+        """Return the measurements of one slice in a trial; bytes of all classes of links are added.
 
         Args:
-            db: its figure in dB, as `Bound.keeps` takes it.
-            cost: its bytes.
+            db: PSNR of the slice, or its loss, in dB, as the bound takes it.
+            cost: the cost of its restoration, whose bytes are used.
         """
         return cls(db, *(sum(of.values()) for of in (cost.bytes, cost.bytes_whole, cost.bytes_late)))
 
@@ -417,7 +419,9 @@ class Group:
         return {place: figure.db for place, figure in self.figures.get(candidate, {}).items()}
 
     def next(self, quality: Quality) -> Trial | None:
-        """Return the next trial. When the setting is chosen, store its index in `candidate` and return None.
+        """Return the next trial: a candidate setting and the slices to restore with it.
+
+        When the setting of the group is chosen, store its index in `candidate` and return None.
 
         Args:
             quality: the bound and its candidates.
@@ -486,7 +490,7 @@ class Group:
         }
 
     def _below(self, candidate: int, bound: Bound) -> list[str]:
-        """Return the names of the slices with which a candidate breaks the bound.
+        """Return the names of the slices whose quality, with a candidate setting, breaks the bound.
 
         Args:
             candidate: index of the candidate setting.

@@ -91,8 +91,9 @@ class Replica:
         self.leads = self.transport.rank == 0
 
     def splits_weights(self, split: tuple[str, int | None], parts: int) -> Callable[[Sequence[Any]], Any]:
-        """Return a function that splits the weights of the models it is given among this replica's ranks, and returns
-        them (`split_for_good`), for `load_model`.
+        """Return the function by which `load_model` divides transformers' weights among this replica's ranks.
+
+        It takes a list of models and returns the object that gathers their weights (`split_for_good`).
 
         Args:
             split: the ranks that share a block's weights ("card" or "node"), and the number of such blocks; None for
@@ -113,14 +114,13 @@ class Replica:
         say(f"{self.whole.size} rank(s){in_replicas} ready after {time.monotonic() - started:.1f} s")
 
     def take(self, numbers: Sequence[int], claim: Callable[[int], bool]) -> Iterator[int]:
-        """Yield the numbers of the units of work that this replica is to do, one at a time. All its ranks iterate
-        together.
+        """Yield the numbers of the units of work that this replica is to do, one at a time.
 
-        With several replicas, each unit is claimed by the leader when it is asked for.
+        All its ranks iterate together. With several replicas, each unit is claimed by the leader when it is asked for.
 
         Args:
             numbers: numbers of all units that are to be done, in order.
-            claim: claims a unit. It returns False if another replica has it.
+            claim: function that claims the unit with a number; it returns False if another replica has claimed it.
         """
         if self.count == 1:
             yield from numbers
@@ -194,9 +194,9 @@ class Queue:
         self.bar = JobBar(total, record.unit, record.done, record.shows_bar)
 
     def take(self, numbers: Sequence[int]) -> Iterator[int]:
-        """Yield the numbers of the units that this replica is to do. End when all units given are done on all replicas.
+        """Yield the numbers of the units of work that this replica is to do, without those that are finished already.
 
-        All ranks iterate together.
+        It ends when all the given units are done on all replicas. All ranks iterate together.
 
         Args:
             numbers: numbers of units of work, in order.
@@ -233,11 +233,11 @@ class Queue:
                 self.add(number, made)
 
     def add(self, number: int, made: Made) -> None:
-        """Save a unit's result in the job's store. Raise OwnRankError if the disk is full or fails.
+        """Save the results of a unit of work in the job's store. Raise OwnRankError if the disk is full or fails.
 
         Args:
-            number: number of the unit of work.
-            made: its arrays and rows, as of `Store.add`.
+            number: number of the unit.
+            made: its results, (name, value) pairs as `Store.add` takes them.
         """
         with storage_faults(f"a file of {self.store.folder}"):
             self.store.add(number, made)
@@ -279,7 +279,7 @@ class JobRecord:
             say(f"going on: {kept} are there already" if kept else "nothing to resume: starting afresh")
 
     def _drop_what_is_gone(self) -> None:
-        """Remove units from the store that are damaged or not of this job, and print that they are done again."""
+        """Remove units of work from the store that are damaged or not of this job. Print that they are done again."""
         store, known = self.output.store, range(len(self.counts))
         found = sorted(store.finished())
         order = reading_bar(self.shows_bar)(range(len(found)), "checking results")

@@ -205,8 +205,9 @@ def say_time(prepared: Prepared, tile_steps: int, transport: Any) -> None:
 
 
 def time_call(inpainter: PipelineInpainter, tiles: int) -> tuple[float, float]:
-    """Time calls of the pipeline on this rank. Return two seconds per tile: outside of denoising steps, and of each
-    step.
+    """Time calls of the pipeline on this rank. Return (seconds outside of denoising steps, seconds of each step).
+
+    Both are those of a call, divided by its number of tiles.
 
     Args:
         inpainter: the model.
@@ -241,11 +242,11 @@ class Restorer:
 
     @classmethod
     def of(cls, session: Session, steps: int) -> Restorer:
-        """Return the restorer of slices for a job. Raise UserError as `inpainter_of`.
+        """Return the restorer of slices for a job. Raise UserError if its model cannot restore with the options.
 
         Args:
-            session: the job on its ranks.
-            steps: denoising steps that run.
+            session: the job on its ranks, with the loaded model.
+            steps: number of denoising steps of a tile that is restored from noise.
         """
         values, inpainter = session.prepared.values, inpainter_of(session.prepared, session.model, steps)
         batch = tiles_in_a_call(values["batch"], inpainter.native_size)
@@ -263,10 +264,10 @@ class Restorer:
         return sum(plan.tile_steps(self.inpainter.steps) for plan in plans)
 
     def together(self, rows_columns: Sequence[int], most: int = TOGETHER) -> int:
-        """Return the number of slices that share calls of the model, see `slices_together`.
+        """Return the number of slices that may share calls of the model, by their size (`slices_together`).
 
         Args:
-            rows_columns: [Y, X] of a slice.
+            rows_columns: number of rows and of columns of a slice.
             most: most slices that share calls of a small model.
         """
         return slices_together(rows_columns, self.inpainter.native_size, self.batch, self.inpainter.frames, most)
@@ -286,7 +287,7 @@ class Restorer:
         Args:
             prepared_YX: normalised slices, filled under the mask.
             masks_YX: boolean, True where to restore.
-            mode: name of a preset or candidate, a key of `engines`.
+            mode: name of a preset, or of a candidate of --quality; a key of `engines`.
             limits: smallest and largest value of restored voxels, normalised.
             samples: for each slice the number of its sample, which selects the noise; 0 if not given.
         """

@@ -99,10 +99,10 @@ class Prepared:
         return cls(values, ranks, request, presets, output, started, quality=quality)
 
     def partitioned(self, **work: Any) -> Prepared:
-        """Return the job with its ranks divided into replicas and parts for guidance, and with the settings that follow
-        from that.
+        """Return a copy of the job with its ranks divided into replicas and parts for guidance.
 
-        Raise UserError if the ranks cannot be divided as options ask, or the model does not fit in memory.
+        Settings that follow from the division are set in it. Raise UserError if the ranks cannot be divided as options
+        ask, or the model does not fit in memory.
 
         Args:
             work: arguments of `partition_of` on the amount of work: `images`, `batches` and others.
@@ -147,13 +147,16 @@ class Engines(dict[str, "Engine"]):
         return self[mode]
 
     def chosen(self) -> list[str]:
-        """Return a line of text for each engine that chose settings by itself, with what it chose."""
+        """Return a line of text for each engine that chose settings by itself (such as "auto"), with its choice."""
         return [f"{mode}: {engine.sequence.chosen}" for mode, engine in self.items() if engine.sequence.chosen]
 
 
 @dataclass(frozen=True)
 class Session:
-    """A job on its ranks, as one rank holds it: the loaded model, with an engine for each mode."""
+    """A job as one of its ranks runs it: the loaded model, with an engine for each mode.
+
+    A mode is a preset, a candidate of --quality, or the exact run.
+    """
 
     prepared: Prepared  # the job's options, presets and partition
     replica: Replica  # this rank's replica
@@ -168,7 +171,7 @@ class Session:
         return self.prepared.output.partial / "images"
 
     def run(self, job: Job) -> None:
-        """Make the job's results, write them, and publish the folder of results. All ranks call it."""
+        """Make the job's results, write them, and move them into the folder of results. All ranks call it."""
         from cocodiff_eval.harness.job import Presets, Trials, run_batches
 
         prepared, quality = self.prepared, self.prepared.quality
@@ -255,10 +258,10 @@ def import_before_fork(request: Request, ranks: int | None = None) -> None:
 
 
 def describe(prepared: Prepared) -> dict[str, Any]:
-    """Return all settings and inputs that a job's results depend on, as plain data. A job that is resumed compares
-    them.
+    """Return all settings and inputs that a job's results depend on, by name, as plain data.
 
-    The number of replicas is not among them, so a job can be resumed with another number.
+    A job that is resumed compares them with those that it was begun with. The number of replicas is not among them, so
+    a job can be resumed with another number.
     """
     ranks, replicas = prepared.ranks, prepared.partition.replicas
     return {

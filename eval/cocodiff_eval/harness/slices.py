@@ -178,8 +178,10 @@ class SliceJob(Job):
             restorer.inpainter.on_step = advance
 
     def steps(self, batch: Batch) -> int:
-        """Return the denoising steps of all tiles of a batch with one preset, for the progress bar; 0 if it is only
-        fused."""
+        """Return the number of denoising steps of all tiles of a batch with one preset, for the progress bar.
+
+        It is 0 for a batch that only fuses slices of a volume that have been restored before.
+        """
         if batch.task in self.volumes.of:
             return 0
         masks = [
@@ -191,8 +193,10 @@ class SliceJob(Job):
         return self.restorers[self.tasks[batch.task].steps].tile_steps(masks)
 
     def _read(self, batch: Batch) -> list[SliceReview]:
-        """Read the slices of a batch, and choose their hidden regions. Callers use `_seen`, which caches the last
-        batch."""
+        """Read the slices of a batch, and choose the known voxels to hide in each for calibration.
+
+        Callers use `_seen`, which caches the last batch.
+        """
         task, found = self.tasks[batch.task], []
         for index in batch.indices:
             pair = task.stack.read(index), task.mask.read(index)
@@ -260,16 +264,18 @@ class SliceJob(Job):
         return replace(judged, arrays={**judged.arrays, PICTURE: np.frombuffer(text.encode(), np.uint8)})
 
     def groups(self, quality: Quality) -> dict[int, Group]:
-        """Return by task the group of slices that a bound on quality chooses one setting for: all slices under a
-        mask."""
+        """Return, by the task's index, the group of slices for which --quality chooses one setting.
+
+        A group has all slices under one mask.
+        """
         return self._groups
 
     def figure_db(self, bound: Bound, batch: Batch, place: int, exact: ItemSamples, one: ItemSamples) -> float | None:
-        """Return the figure of a slice in dB that a bound limits: PSNR against the exact run, or loss of PSNR against
-        the truth.
+        """Return the quality of a slice in dB that --quality limits, for a setting that is tried.
 
-        Return None for equal results, unless it is a loss against a known truth, which is then 0. If the truth is
-        unknown and results differ, return MOST_DISTANCE_DB.
+        It is the PSNR against the exact run, or the loss of PSNR against the truth. Return None for equal results,
+        unless it is a loss against a known truth, which is then 0. If the truth is unknown and results differ, return
+        MOST_DISTANCE_DB.
 
         Args:
             bound: the bound, whose `against` says which figure.
@@ -368,9 +374,10 @@ class SliceJob(Job):
 
 
 def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, tuple[Hidden, ...]]:
-    """Return, by task, the hidden regions of each volume that is tested: one `Hidden` for each round of the test.
+    """Choose the known voxels that are hidden to test restorations, for each volume that is tested.
 
-    A volume in which nothing can be hidden has no rounds. Each volume and its mask are read once.
+    Return by the task's index one `Hidden` for each round of the test. A volume in which nothing can be hidden has no
+    rounds. Each volume and its mask are read once.
 
     Args:
         tasks: the tasks of the job.
@@ -384,7 +391,7 @@ def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, t
 
 
 def groups_of_masks(quality: Quality, tasks: Sequence[Task], exact_slices: int) -> dict[int, Group]:
-    """Return, by task, the group of its slices for which a bound on quality chooses one setting.
+    """Return, by the task's index, the group of slices for which a bound on quality chooses one setting.
 
     A group has the slices under one mask, of all stacks in order. Its batches are filled in later (`Group.take`).
 

@@ -57,7 +57,7 @@ class SweepJob(SliceJob):
         self.restorers = own
 
     def _mode(self, point: str, steps: int) -> str:
-        """Return the name of a point at a number of steps, as rows of metrics.json have it."""
+        """Return the name that rows of metrics.json have for a sweep's point, run with a number of denoising steps."""
         return f"{point}, {steps} steps" if len(self.grid.steps) > 1 else point
 
     def judge(self, batch: Batch, place: int, drawn: Mapping[str, ItemSamples], exact: str | None) -> ItemResult:
@@ -73,8 +73,9 @@ class SweepJob(SliceJob):
         return ItemResult([row | {"mode": self._mode(row["mode"], steps)} for row in rows])
 
     def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text to print when a batch is finished: for each point and slice a line with PSNR, if known, and
-        seconds.
+        """Return the text to print when a batch of a sweep is finished.
+
+        It has a line for each point (a set of settings) and slice, with PSNR, if known, and seconds.
 
         Args:
             rows: rows of metrics.json of the batch's slices.
@@ -141,5 +142,8 @@ class SweepJob(SliceJob):
 
 
 def of_run(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a row of metrics.json that a sweep's line has: quality, seconds and bytes, by name."""
+    """Return the measurements of a row of metrics.json that a line of results.jsonl has: quality, seconds and bytes.
+
+    row: measurements of one slice by name
+    """
     return {name: value for name, value in row.items() if name in OF_RUN}

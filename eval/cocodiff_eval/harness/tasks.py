@@ -69,8 +69,7 @@ class Task:
 
     @property
     def left(self) -> list[int]:
-        """The numbers of the slices that are masked wholly and therefore stay as they are; numbers count from the
-        input's start."""
+        """The numbers, from the input's start, of slices that stay as they are because they are masked wholly."""
         return [self.stack.numbers[index] for index in sorted(self.mask.full)]
 
     def record(self) -> dict[str, Any]:
@@ -158,7 +157,7 @@ def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
 
 
 def _cut(name: str) -> str:
-    """Return a name of a stack or mask, cut to half of LONGEST_STEM in bytes."""
+    """Return the name of a stack or mask, cut for file names to half of LONGEST_STEM in bytes."""
     return os.fsencode(name)[: LONGEST_STEM // 2 - 2].decode(errors="ignore")
 
 
@@ -167,7 +166,7 @@ class ResultFile(NamedTuple):
 
     dtype: np.dtype  # dtype of its voxels
     preset: str  # the preset whose results it holds
-    read: Reader  # gives a slice by its index in the task, [Y, X]
+    read: Reader  # function that returns the slice [Y, X] with an index in the task
 
 
 def result_files(

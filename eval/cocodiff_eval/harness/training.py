@@ -190,8 +190,10 @@ class Trainer:
             setattr(self, name, state[name])
 
     def psnr_db(self) -> float:
-        """Return the PSNR in dB, in hidden blocks of held-out patches, of the model's restoration with its current
-        weights."""
+        """Return the PSNR in dB of the model's restoration with its current weights.
+
+        It is measured in hidden blocks of patches that are held out of training.
+        """
         self.pipe.vae.to(self.transport.device)
 
         def arguments(batch: int) -> dict[str, Any]:
@@ -205,8 +207,10 @@ class Trainer:
         return _psnr_db(restored_BHW.numpy(), images, hidden & known)
 
     def biharmonic_db(self) -> float:
-        """Return the PSNR in dB, in hidden blocks of held-out patches, of the biharmonic method, which needs no
-        model."""
+        """Return the PSNR in dB of the biharmonic method, which needs no model, to compare the training with.
+
+        It is measured in hidden blocks of patches that are held out of training.
+        """
         images, hidden, known = self.judged
         restored = [biharmonic(one, hide | ~there) for one, hide, there in zip(images, hidden, known, strict=True)]
         return _psnr_db(np.stack(restored), images, hidden & known)
@@ -269,8 +273,9 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
 
 
 def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every: int) -> tuple[Any, float]:
-    """Begin or resume a training run, on rank 0. Return the saved state, None for a new run, and the PSNR in dB before
-    training.
+    """Begin or resume a training run, on rank 0. Return (saved state, PSNR in dB before training).
+
+    The saved state is None for a new run.
 
     Args:
         trainer: this rank's trainer, with the weights that the run starts from.

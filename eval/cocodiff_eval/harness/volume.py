@@ -100,7 +100,7 @@ class Volume:
         """Choose the hidden regions of each round of the test on hidden regions. The volume and its mask are read once.
 
         Args:
-            read: gives a slice of the volume along z.
+            read: function that returns the volume's slice with an index along z.
             samples: number of the job's samples.
             seed: seed of the random choices.
         """
@@ -108,7 +108,7 @@ class Volume:
         return hide(survey, self.tested_slices(samples), seed, self.axes)
 
     def tested_slices(self, samples: int) -> int:
-        """Return the most slices along each axis that the test on hidden regions restores in each of its samples.
+        """Return the largest number of slices along each axis that the test on hidden regions restores in each sample.
 
         The test never restores more slices than the job.
 
@@ -250,8 +250,10 @@ class HiddenRegionReport:
 
 
 def along(axis: str) -> str:
-    """Return the name under which the PSNR of the model along one axis alone is listed, such as "cocodiff along z
-    alone"."""
+    """Return the name of the model's restoration along one axis alone in the list of a test's PSNR.
+
+    axis: "z", for example, gives "cocodiff along z alone"
+    """
     return f"{OWN} along {axis} alone"
 
 
@@ -347,9 +349,10 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
 
 
 class HiddenRound:
-    """The results of one round of the test on hidden regions, at the P hidden voxels that it is judged by.
+    """The results of one round of a volume's test on hidden regions, at the P hidden voxels that it is judged by.
 
-    Results are NaN until they are added, and where nothing was restored.
+    The test hides known voxels too, and restores them by the model and by other methods. Results are NaN until they are
+    added, and where nothing was restored.
     """
 
     def __init__(self, hidden: Hidden, points_P3: np.ndarray, volume: Volume, task: Any, samples: int) -> None:
@@ -381,11 +384,11 @@ class HiddenRound:
             self.deep_P[here] = depth(unknown, index, slices)[y_P[here], x_P[here]]
 
     def along(self, axis: str, indices: Sequence[int]) -> np.ndarray:
-        """Return which of the judged voxels lie in some slices along an axis, boolean [P].
+        """Return a boolean for each judged voxel, [P]: True for those that lie in some slices along an axis.
 
         Args:
             axis: "z", "y" or "x"; empty to get True for all voxels.
-            indices: the slices.
+            indices: indices of the slices along the axis.
         """
         return np.isin(self.points_P3[:, AXES.index(axis)], indices) if axis else np.ones(len(self.points_P3), bool)
 
@@ -402,7 +405,9 @@ class HiddenRound:
             (self.own[axis][sample] if name == OWN else self.others[name])[self.along(axis, indices)] = values
 
     def restored(self, axis: str) -> np.ndarray:
-        """Return the mean of the model's samples along an axis that are there so far, float64 [P]; NaN without any.
+        """Return the mean of the model's samples along an axis that have been added so far, float64 [P].
+
+        It is NaN for voxels without a sample.
 
         Args:
             axis: "z", "y" or "x".
@@ -411,10 +416,9 @@ class HiddenRound:
         return self.own[axis][made_S | ~made_S.any()].mean(axis=0)
 
     def blocks(self) -> np.ndarray:
-        """Return for each judged voxel the number of its hidden region, and the indices [z, y, x] of its cube, int [P,
-        4].
+        """Return the block of each judged voxel, int [P, 4]. The errors of different blocks count as independent.
 
-        Cubes have BLOCK voxels a side. Their errors count as independent.
+        A block is named by the number of the hidden region, and the indices [z, y, x] of a cube of BLOCK voxels a side.
         """
         return np.column_stack([self.hidden.numbers(self.points_P3), self.points_P3 // BLOCK])
 
@@ -439,7 +443,7 @@ class Evidence:
 
     @classmethod
     def of(cls, rounds: Sequence[HiddenRound], volume: Volume) -> Evidence:
-        """Return the results of all rounds together.
+        """Collect the results of all rounds of a volume's test on hidden regions.
 
         Methods, and the model's axes, that restored less than half of their voxels are left out.
 
@@ -467,10 +471,12 @@ class Evidence:
         return cls(truth_P[at_P], deep_P[at_P], region_P, block_P, own, errors)
 
     def errors(self, axes: Sequence[str]) -> np.ndarray:
-        """Return the errors of the model's mean along some axes, float64 [P]; NaN where one axis restored nothing.
+        """Return the errors of the model's mean over slices along some axes, float64 [P].
+
+        They are NaN where nothing was restored along one of the axes.
 
         Args:
-            axes: keys of `own`.
+            axes: some of "z", "y" and "x", keys of `own`.
         """
         return np.mean([self.own[axis].mean(axis=0) for axis in axes], axis=0) - self.truth_P
 
@@ -531,13 +537,12 @@ class Evidence:
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 
     def choose_axes(self, allowed: Sequence[Sequence[str]]) -> Sequence[str]:
-        """Return the set of axes along which the model's mean has the least squared error; empty if it has restored
-        nothing.
+        """Return the set of axes along which the model's mean has the least squared error at hidden voxels.
 
-        Sets that restore fewer voxels than others are not chosen.
+        It is empty if the model has restored nothing. Sets that restore fewer voxels than others are not chosen.
 
         Args:
-            allowed: the sets to choose from.
+            allowed: the sets of axes to choose from, of "z", "y" and "x".
         """
         errors = [self.errors(axes) for axes in allowed]
         known = [error_P[np.isfinite(error_P)] for error_P in errors]
@@ -623,5 +628,8 @@ def judge_test(rounds: Sequence[HiddenRound], volume: Volume, samples: int) -> H
 
 
 def seen(values_P: np.ndarray) -> float:
-    """Return the share of voxels that a method has restored, 0 to 1: those whose value is not NaN."""
+    """Return the share of voxels that a method has restored, 0 to 1: those whose value is not NaN.
+
+    values_P: restored values, or their errors, of P hidden voxels
+    """
     return float(np.isfinite(values_P).mean()) if values_P.size else 0.0

@@ -82,20 +82,19 @@ class VolumeRestoration:
 
     @property
     def read_along(self) -> list[str]:
-        """The axes along which slices are read: those that may be restored, and for a test on hidden regions also z and
-        y.
+        """The axes along which the volume's slices are read.
 
-        Methods without a model read windows of the volume's copy whose slices lie along y.
+        They are those that may be restored. For a test on hidden regions they include z and y: methods without a model
+        read windows of the volume's copy whose slices lie along y.
         """
         wanted = {*self.volume.axes} | ({"y", "z"} if self.volume.tested else set())
         return [axis for axis in AXES if axis in wanted]
 
     def turned(self, axis: str) -> tuple[Reoriented, Reoriented]:
-        """Return the files with copies of the volume's voxels and of its mask, in this order, whose slices lie along an
-        axis.
+        """Return two files with copies of the volume's voxels and of its mask, whose slices lie along another axis.
 
         Args:
-            axis: "y" or "x".
+            axis: "y" or "x", the axis of the slices.
         """
         stack, name = self.task.stack, self.folder / f"{self.number}-{axis}"
         voxels = Reoriented(name.with_suffix(".voxels"), axis, stack.shape, stack.dtype)
@@ -122,9 +121,11 @@ class VolumeRestoration:
     def prepared(self, axis: str, indices: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return slices along an axis as the model gets them, normalised and filled under the mask, and their masks.
 
+        Both are lists of [rows, columns], in the order of `indices`.
+
         Args:
             axis: "z", "y" or "x".
-            indices: the slices.
+            indices: indices of the slices along the axis.
         """
         masks = [self.mask(axis, index) for index in indices]
         pairs = zip(indices, masks, strict=True)
@@ -149,7 +150,7 @@ class VolumeRestoration:
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
     def file(self, name: str, axis: str = "z", sample: int = 0) -> Restored:
-        """Return the file that holds the masked voxels of the volume, as one preset or method has restored them.
+        """Return the file that holds the volume's masked voxels as one preset, or one method without a model, restored.
 
         Args:
             name: a preset, or a method without a model, which has no axis and no samples.
@@ -184,7 +185,7 @@ class VolumeRestoration:
 
     @cached_property
     def judged(self) -> list[np.ndarray]:
-        """The hidden voxels that each round of the test is judged by: their indices [z, y, x], int [P, 3] for each."""
+        """The hidden voxels by which each round of the volume's test is judged: for each their indices, int [P, 3]."""
         return [*map(self.volume.judged, self.hidden)]
 
     @cached_property
@@ -299,7 +300,7 @@ class Restoring(Work):
 
     @abstractmethod
     def results(self) -> dict[str, Restored]:
-        """Return the files that the unit of work writes to, by preset, or by method without a model."""
+        """Return the files that the unit of work writes restored voxels to, by the name of the preset or method."""
 
     @abstractmethod
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
@@ -310,7 +311,10 @@ class Restoring(Work):
         """
 
     def sums(self) -> list[int]:
-        """Return the CRC-32 of each slice of the unit of work in each of its files, as they are on the disk."""
+        """Return checksums (CRC-32) of what the unit of work wrote: of each slice in each of its files on the disk.
+
+        A resumed job compares them with the store's.
+        """
         return [zlib.crc32(one.read(n).tobytes()) for one in self.results().values() for n in self.indices]
 
 
@@ -389,10 +393,9 @@ class MethodUnit(Restoring):
 
 @dataclass(frozen=True)
 class Trial(Work):
-    """A unit of work of the test on hidden regions: all methods without a model, in one round. It has no axis and no
-    slices.
+    """A unit of work of the test on hidden regions: all methods without a model restore them, in one round of the test.
 
-    The store keeps the restored values of the voxels that the round is judged by.
+    It has no axis and no slices. The store keeps the restored values of the voxels that the round is judged by.
     """
 
     round: int  # number of the round

@@ -77,15 +77,15 @@ def products_in_blocks(errors_AP: np.ndarray, block_P: np.ndarray) -> tuple[np.n
 
 
 def near_best(products_BAA: np.ndarray, counts_B: np.ndarray, errors: float = 1.0) -> np.ndarray:
-    """Return which restorations are about as good as the best, boolean [A].
+    """Return a boolean for each of A restorations, [A]: True for those that are about as good as the best.
 
-    Their mean squared error is within one standard error of the least. The standard error is that of the difference
-    from the best one, over blocks.
+    The mean squared error of these is within one standard error of the least. The standard error is that of the
+    difference from the best one, over blocks.
 
     Args:
         products_BAA: sums of products of errors, as `products_in_blocks` returns them.
         counts_B: number of voxels of each block.
-        errors: number of standard errors, in the place of one.
+        errors: number of standard errors to allow instead of one.
     """
     squares_BA = np.einsum("baa->ba", products_BAA)
     apart_BA = squares_BA - squares_BA[:, [int(squares_BA.sum(axis=0).argmin())]]
@@ -144,8 +144,9 @@ def mean_or_member(errors_AP: np.ndarray, block_P: np.ndarray, drops: bool = Tru
 
 
 def samples_along(samples: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of samples that are made along each axis: as equal as possible, one more for axes of larger
-    weight.
+    """Divide a number of samples among the axes along which a volume is restored. Return the number for each axis.
+
+    Numbers are as equal as possible; axes of larger weight get one more.
 
     Args:
         samples: number of all samples, at least one for each axis.
@@ -232,14 +233,17 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Lead:
-    """The lead of one restoration over another at hidden voxels: the ratio of their mean squared errors in dB."""
+    """The lead of one restoration over another: the ratio of their mean squared errors in dB at hidden voxels.
+
+    Those are known voxels that were masked too in a test, in regions like the mask's parts.
+    """
 
     db: float  # over all voxels of the hidden regions together; above 0 if the first is better
     low: float  # lower end of what a mask of a few parts like the regions is expected to show, at 95 %; may be infinite
-    high: float  # upper end of the same
+    high: float  # upper end of that range; may be infinite
     wins: int  # number of regions in which the first has the smaller error
     of: int  # number of all regions
-    voxels: int  # number of voxels in them
+    voxels: int  # number of voxels in all regions
 
     def outcome(self, rival: str, by_model: bool = True) -> Outcome:
         """Return the answer for the user to whether a restoration is better than the best method without a model.
@@ -288,9 +292,10 @@ class Lead:
 
 
 def quantile(scores_P: np.ndarray, share: float) -> float:
-    """Return the smallest score that a further, exchangeable one exceeds with at most the probability 1 - `share`.
+    """Return the score that a new one, from the same distribution, exceeds with at most the probability 1 - `share`.
 
-    If P scores are too few for that, return the largest. It calibrates intervals by conformal prediction.
+    It is the smallest such score of those given. If P scores are too few for that, return the largest. It calibrates
+    intervals by conformal prediction.
 
     Args:
         scores_P: the scores of P voxels.

@@ -46,17 +46,19 @@ Box = tuple[Triple, Triple]  # start and shape
 
 
 class Piece(NamedTuple):
-    """A hidden region: a box of the mask, and another place where the same voxels are hidden too. All are [z, y, x]."""
+    """A hidden region: known voxels, in the form of a part of the mask, that a test hides to measure errors there.
 
-    source: Triple  # where the box begins in the mask
-    target: Triple  # where the hidden region begins
-    shape: Triple  # sides of the box
+    The part of the mask lies in a box. In a box of the same shape at another place, the same voxels are hidden.
+    """
+
+    source: Triple  # first voxel [z, y, x] of the box in the mask
+    target: Triple  # first voxel [z, y, x] of the box at the other place
+    shape: Triple  # sides of both boxes
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden regions of one round of a test: known voxels that are masked too, to compare restorations with the
-    truth.
+    """The hidden regions of one round of a test: known voxels that are masked too, to measure errors of restorations.
 
     `tested` has for each axis the numbers of the tested slices along it, ascending. It is empty in rounds that only
     test methods without a model. The model restores only those along the axes that the job restores slices along.
@@ -70,7 +72,7 @@ class Hidden:
 
     @cached_property
     def _ends_N2(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first voxel of each of N hidden regions and the first one beyond it, [N, 3] each."""
+        """The first voxel of the box of each of N hidden regions, and the voxel beyond its last one, [N, 3] each."""
         start_N3, side_N3 = (np.array([one[part] for one in self.pieces]).reshape(-1, 3) for part in (1, 2))
         return start_N3, start_N3 + side_N3
 
@@ -93,7 +95,7 @@ class Hidden:
         Args:
             axis: "z", "y" or "x".
             index: the slice.
-            read: gives a slice of the mask along the same axis.
+            read: function that returns the mask's slice with an index along the same axis.
         """
         own, first = read(index), AXES.index(axis)
         found = np.zeros_like(own)
@@ -106,11 +108,11 @@ class Hidden:
 
 
 def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return a box as slices to index an array with.
+    """Return a box of an array as a slice of indices for each axis, to index the array with.
 
     Args:
-        start: index of its first element along each axis.
-        shape: its sides.
+        start: index of the box's first element along each axis.
+        shape: sides of the box.
     """
     return tuple(slice(at, at + side) for at, side in zip(start, shape, strict=True))
 
@@ -121,7 +123,7 @@ class Survey:
 
     masked_ZYX: np.ndarray  # True for cells that hold masked voxels
     level_ZYX: np.ndarray  # mean of the known voxels in the 5 x 5 x 5 cells around each
-    texture_ZYX: np.ndarray  # their standard deviation
+    texture_ZYX: np.ndarray  # standard deviation of these known voxels
     step: Triple  # sides of a cell in voxels
     shape: Triple  # [Z, Y, X] of the volume in voxels
 
@@ -151,10 +153,10 @@ class Survey:
         return cls(sums[0] > 0, level_ZYX, texture_ZYX, step, shape)
 
     def look(self, start: Sequence[int], hidden_ZYX: np.ndarray) -> np.ndarray:
-        """Return the look of the surroundings of a region: mean level, its standard deviation, and mean texture; float
-        [3].
+        """Return three numbers on what the surroundings of a region look like, to find similar places; float [3].
 
-        They are of the known cells around it, in standard deviations of all known levels; NaN if no cell is known.
+        They are the mean and the standard deviation of the levels of the known cells around the region, and the mean
+        texture. The unit is the standard deviation of all known levels. They are NaN if no cell around is known.
 
         Args:
             start: where the region's box begins, in cells.
@@ -169,7 +171,7 @@ class Survey:
         return np.array(found) / self._unit
 
     def likeness(self, wanted: np.ndarray, start: Sequence[int], hidden_ZYX: np.ndarray) -> float:
-        """Return how much the surroundings of a region look as they should, from 0 to 1.
+        """Return the likeness of a region's surroundings to a wanted look, from 0 to 1.
 
         Args:
             wanted: the wanted look, as `look` returns it.
@@ -196,7 +198,7 @@ class Survey:
 def hide_beside(
     image_YX: np.ndarray, mask_YX: np.ndarray, seed: int, allowed: Callable[[np.ndarray], bool]
 ) -> np.ndarray:
-    """Choose known voxels of a slice that are hidden besides its mask. Return them as boolean [Y, X].
+    """Choose known voxels of a slice to hide besides its mask, so that errors can be measured there; boolean [Y, X].
 
     None are hidden if no region finds a place. The regions are those of the first round of `hide`. A region is left out
     if `allowed` refuses the mask with it.
@@ -205,7 +207,7 @@ def hide_beside(
         image_YX: the slice.
         mask_YX: its mask.
         seed: seed of the random choices.
-        allowed: takes a mask with the regions so far, and returns True if it may be restored.
+        allowed: function of the mask with the regions so far, boolean [Y, X], that returns True if it may be restored.
     """
     found_YX = np.zeros_like(mask_YX)
     survey = Survey.of(lambda _: image_YX, lambda _: mask_YX, (1, mask_YX.shape[0], mask_YX.shape[1]))
@@ -218,11 +220,12 @@ def hide_beside(
 def hide(
     survey: Survey, slices: int, seed: int, along: Sequence[str] = AXES, rounds: int = ROUNDS
 ) -> tuple[Hidden, ...]:
-    """Choose the hidden regions of all rounds of a test, one `Hidden` a round; empty if nothing can be hidden.
+    """Choose the known voxels of a volume that a test hides in each of its rounds, to measure errors of restorations.
 
-    Regions are connected parts of the mask, chosen at random by their size. If fewer than two find a place, or parts of
-    less than half of the mask, they are cut. Parts are then at most a half, a quarter or an eighth of the volume's
-    sides. Along a side that they span they are never cut.
+    Return one `Hidden` a round; none if nothing can be hidden. Regions are connected parts of the mask, chosen at
+    random by their size. If fewer than two find a place, or parts of less than half of the mask, they are cut. Parts
+    are then at most a half, a quarter or an eighth of the volume's sides. Along a side that they span they are never
+    cut.
 
     The first rounds have up to 24 regions in a lattice, and there are two such rounds if one has fewer than 12 regions.
     Of 16 random lattices the one that hides the most known cells is taken. A cell counts more if no earlier round has
@@ -265,7 +268,9 @@ def hide(
 def _rounds(
     survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: np.random.Generator, most: int
 ) -> list[list[Piece]]:
-    """Return the regions of the rounds in which they stand in a lattice: for each round a list of regions in cells.
+    """Choose the hidden regions of the first rounds of a test, which stand in a lattice. Return a list for each round.
+
+    Regions are in cells of the survey's grid.
 
     Args:
         survey: the volume's mask and appearance on a coarse grid.
@@ -289,7 +294,7 @@ def _rounds(
 
 
 def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.ndarray]:
-    """Return the mask's connected parts as boxes in cells, and the share of masked cells in each.
+    """Return the connected parts of a mask, as boxes (start, shape) in cells, and the share of masked cells in each.
 
     Planes that are masked wholly are parts of their own, so that gaps which cross each other find other places.
 
@@ -321,15 +326,14 @@ def _parts(coarse_ZYX: np.ndarray, most: Sequence[int]) -> tuple[list[Box], np.n
 def _lattice(
     survey: Survey, boxes: Sequence[Box], weights: np.ndarray, new_ZYX: np.ndarray, rng: np.random.Generator
 ) -> tuple[float, list[Piece]]:
-    """Return a random lattice of hidden regions: its worth, which is larger the more useful cells it hides, and its
-    regions.
+    """Return (worth, regions) of a random lattice of hidden regions. The worth grows with the useful cells hidden.
 
     Regions are in cells of the survey's grid. Cells count more if no earlier round has hidden them, and if the
     surroundings look like those of the mask's part.
 
     Args:
         survey: the volume's mask and appearance on a coarse grid.
-        boxes: the mask's parts.
+        boxes: the mask's parts, as (start, shape) in cells.
         weights: probability of each part.
         new_ZYX: True for cells that no earlier round has hidden.
         rng: draws the lattice.
@@ -404,9 +408,9 @@ def _scattered(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: n
 def _start(middle: float, own: int, side: int, whole: int) -> int:
     """Return the index, in cells, at which a hidden region begins along one axis.
 
-    Its middle is to lie at `middle`. It comes no nearer to the border than its part of the mask does, as beyond the
-    last known voxel any method is worse. If that part touches the border, so does the region. A part that has no other
-    place keeps its own.
+    Its middle is to lie at `middle`. The region comes no nearer to the border than its part of the mask does, as beyond
+    the last known voxel any method is worse. If that part touches the border, so does the region. A part that has no
+    other place keeps its own.
 
     Args:
         middle: the wanted middle of the region.
@@ -449,11 +453,10 @@ def _scaled(piece: Piece, step: Triple, shape: Triple) -> Piece:
 
 
 def _tested(pieces: Sequence[Piece], slices: Mapping[str, int], rng: np.random.Generator) -> dict[str, tuple[int, ...]]:
-    """Choose the slices along each axis that a test restores, so that they cross the hidden regions. Return their
-    numbers.
+    """Choose the slices along each axis that a test restores, so that they cross the hidden regions.
 
-    They are ascending, evenly spaced from a random one on, and each stretch of slices that regions cover has the same
-    number of them.
+    Return the slices' numbers, ascending, by axis. They are evenly spaced from a random one on. Each stretch of slices
+    that regions cover has the same number of them.
 
     Args:
         pieces: the hidden regions, in voxels.

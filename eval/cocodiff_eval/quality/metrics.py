@@ -169,9 +169,10 @@ def finest_period(together_R: np.ndarray, powers_2R: Sequence[np.ndarray], indep
 def masked_psnr_db(
     scale: IntensityRange, truth_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """Return only the PSNR in dB of `masked_quality`, as computing the similarity takes longer.
+    """Return the PSNR in dB of a restored slice, over its masked voxels whose truth is known.
 
-    Return None if no masked voxel has a truth, or if the range is zero.
+    It is that of `masked_quality`, without the structural similarity, which takes longer. Return None if no masked
+    voxel has a truth, or if the range is zero.
 
     Args:
         scale: the range that normalises the images.
@@ -189,14 +190,14 @@ def slice_jumps(
     masked: Sequence[bool],
     progress: Progress = unwatched,
 ) -> dict[str, float | None]:
-    """Return, for each restoration of a volume, the mean difference of neighbouring slices, divided by that of the
-    truth.
+    """Return, by restoration of a volume, how much its neighbouring slices differ, relative to those of the truth.
 
-    Voxels that are masked in one of two neighbours count. Below 1 a restoration is smoother across slices than the
-    truth. It is None if no neighbouring slices of the truth are finite and differ.
+    It is the mean absolute difference of neighbouring slices, divided by that of the truth. Voxels that are masked in
+    one of two neighbours count. Below 1 a restoration is smoother across slices than the truth. It is None if no
+    neighbouring slices of the truth are finite and differ.
 
     Args:
-        read: gives, for the index of a slice, the mask, the truth [Y, X] and the restorations by name.
+        read: function of a slice's index that returns the mask, the truth [Y, X] and the restorations by name.
         masked: True for slices with masked voxels. Other slices are read only beside such a slice.
         progress: shows the progress of reading.
     """
@@ -220,8 +221,9 @@ def slice_jumps(
 def distance_db(
     scale: IntensityRange, exact_YX: np.ndarray, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> float | None:
-    """Return the PSNR in dB of a slice against the exact run's, under the mask; None if all bits are equal or none is
-    masked.
+    """Return the PSNR in dB of a slice under the mask, compared with the slice that the exact run restored.
+
+    Return None if all bits are equal, or no voxel is masked.
 
     Args:
         scale: the range that normalises the images.
@@ -414,7 +416,11 @@ Profile = Sequence[Mapping[str, Any]]  # the `drift` of a result: a mapping for 
 
 
 def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
-    """Return the mean of several runs' `drift`: for each step the mean of its measurements that are there."""
+    """Return the mean of the `drift` of several lossy runs: for each denoising step the mean of its measurements.
+
+    Args:
+        profiles: for each run a list of steps, each a mapping of measurements by name.
+    """
     steps = by_key((row["step"], row) for row in chain.from_iterable(profiles))
     return [
         {"step": step, **{name: _mean([row.get(name) for row in of_step]) for name in of_step[0] if name != "step"}}
@@ -423,7 +429,7 @@ def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Return the mean of values that are not None; if they are mappings, the mean for each name."""
+    """Return the mean of the values that are not None; if they are mappings, a mapping with the mean for each name."""
     there = [value for value in values if value is not None]
     if there and isinstance(there[0], Mapping):
         return {name: total / len(there) for name, total in sum_by_name(there).items()}
@@ -446,19 +452,22 @@ class StepsFigure(NamedTuple):
 
 
 def step_figures(rows: Sequence[Mapping[str, Any]]) -> list[StepsFigure]:
-    """Return the report's figure for each preset that coded or displaced tensors, a mean over the rows of
-    `metrics.json`."""
+    """Return a figure for the report for each preset that coded or displaced tensors: a mean over slices or images.
+
+    Args:
+        rows: rows of metrics.json.
+    """
     lossy = (row for row in rows if row.get("drift") and "sent_fraction" in row["drift"][0])
     profiles = by_key((row["mode"], row["drift"]) for row in lossy)
     return [_figure(mode, mean_profile(of_mode)) for mode, of_mode in profiles.items()]
 
 
 def _figure(mode: str, steps: Profile) -> StepsFigure:
-    """Return the report's figure of a preset's steps.
+    """Return the report's figure of how a preset sent its tensors in each denoising step.
 
     Args:
         mode: name of the preset.
-        steps: its mean `drift`, a mapping for each step.
+        steps: its mean `drift`, a mapping of measurements for each step.
     """
     tensors = list(zip(*map(shares_of_tensors, steps), strict=True))
     sent, waited = ([row[name] for row in steps] for name in ("sent_fraction", "exposed_fraction"))

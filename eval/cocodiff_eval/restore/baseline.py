@@ -22,11 +22,14 @@ LARGEST_HOLE = 400 * 400
 
 
 def biharmonic(image01_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
-    """Return a normalised slice whose masked voxels are restored by scikit-image's `inpaint_biharmonic`; float64 [Y,
-    X].
+    """Restore a slice's masked voxels by scikit-image's `inpaint_biharmonic`, as a baseline. Return it; float64 [Y, X].
 
     Voxels under the mask are never read, and may be NaN. Known voxels are unchanged. While the largest connected hole
     has more than 400 x 400 voxels, the resolution is halved, and the result is interpolated back.
+
+    Args:
+        image01_YX: the slice, normalised to [0, 1]
+        mask_YX: True where to restore
     """
     known01_YX = np.where(mask_YX, 0.0, image01_YX).astype(np.float64)
     if not mask_YX.any():
@@ -35,7 +38,12 @@ def biharmonic(image01_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
 
 
 def _solve(known_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
-    """Return a slice whose masked voxels are restored. At least one voxel must be masked."""
+    """Return a slice whose masked voxels are restored by biharmonic inpainting, at lower resolution for large holes.
+
+    Args:
+        known_YX: the slice, with finite values under the mask, which are not used
+        mask_YX: True where to restore; at least one voxel must be
+    """
     from scipy import ndimage
     from skimage.restoration import inpaint_biharmonic
 
@@ -55,7 +63,7 @@ TV_ROUNDS, TV_EDGE = 12, 0.01  # rounds of reweighting; the difference below whi
 # Of autoregressions: most voxels that coefficients are learnt from, and fewest for each coefficient; the ridge as a
 # share of the variance, and the least value of the spectrum that is inverted, as a share of its mean.
 AR_FITTED, AR_FEWEST, AR_RIDGE, AR_FLOOR = 10000, 4, 1e-3, 1e-3
-Window = tuple[slice, slice, slice]  # a part of a volume, [Z, Y, X]
+Window = tuple[slice, slice, slice]  # the slices, rows and columns of a part of a volume
 # a function of an image and its mask that returns the restored image
 Solver = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -65,6 +73,11 @@ def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
 
     Beyond the last known voxel its value is repeated. A line without known voxels becomes NaN. The image may have any
     number of dimensions.
+
+    Args:
+        image01: the normalised image
+        mask: True where to restore, of the image's shape
+        axis: number of the axis
     """
     known, hidden = np.moveaxis(np.where(mask, 0.0, image01), axis, 0), np.moveaxis(mask, axis, 0)
     count = len(known)
@@ -79,11 +92,15 @@ def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
 
 
 def laplace(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = None) -> np.ndarray:
-    """Return the harmonic continuation into the mask, by conjugate gradients; float64 of the image's shape.
+    """Restore an image's masked voxels by Laplace's equation. Return it as float64.
 
-    Each masked voxel becomes the mean of its neighbours along `axes` (None for all), with no gradient across the
-    array's borders. Voxels that have no path to a known one along these axes get the mean of all known ones. At least
-    one voxel must be known. The image may have any number of dimensions.
+    Each masked voxel becomes the mean of its neighbours, with no gradient across the array's borders. Voxels that have
+    no path of neighbours to a known one get the mean of all known ones. The image may have any number of dimensions.
+
+    Args:
+        image01: the normalised image
+        mask: True where to restore, of the image's shape; at least one voxel must be known
+        axes: axes along which voxels are neighbours; None for all
     """
     known = np.where(mask, 0.0, image01).astype(np.float64)
     if mask.any():
@@ -94,11 +111,17 @@ def laplace(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = 
 
 
 def smooth_continuation(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = None) -> np.ndarray:
-    """Return the biharmonic continuation into the mask, by conjugate gradients; float64 of the image's shape.
+    """Restore an image's masked voxels by biharmonic continuation. Return it as float64.
 
-    It minimises the sum of squared Laplacians along `axes` (None for all) of the voxels in and beside the mask.
-    scikit-image's `inpaint_biharmonic` solves the same problem directly, and takes far longer. Planes along `axes` that
-    are masked wholly become NaN. The image may have any number of dimensions.
+    The sum of squared Laplacians of the voxels in and beside the mask is minimised, by conjugate gradients.
+    scikit-image's `inpaint_biharmonic` solves the same problem directly, and takes far longer. The image may have any
+    number of dimensions.
+
+    Args:
+        image01: the normalised image
+        mask: True where to restore, of the image's shape; at least one voxel must be known
+        axes: axes along which voxels are neighbours, such as those of each slice; None for all. Planes along these axes
+            that are masked wholly become NaN
     """
     from scipy.ndimage import binary_dilation
 
@@ -112,9 +135,11 @@ def smooth_continuation(image01: np.ndarray, mask: np.ndarray, axes: Sequence[in
 
 
 def differences(near: np.ndarray, axes: Sequence[int] | None = None) -> Any:
-    """Return a sparse matrix [pairs, N] that maps N voxels to the differences of neighbours.
+    """Return a sparse matrix [pairs, N] that maps the values of an array's N voxels to differences of neighbours.
 
-    It has a row for each pair of neighbours along `axes` (None for all) of which at least one is True in `near`.
+    Args:
+        near: boolean array; the matrix has a row for each pair of neighbours of which at least one is True here
+        axes: axes along which voxels are neighbours; None for all
     """
     from scipy.sparse import csr_matrix
 
@@ -129,20 +154,29 @@ def differences(near: np.ndarray, axes: Sequence[int] | None = None) -> Any:
 
 
 def laplacian(rows: np.ndarray, axes: Sequence[int] | None = None) -> Any:
-    """Return the graph Laplacian's rows for the voxels where `rows` is True, a sparse matrix [R, N] for N voxels."""
+    """Return rows of the graph Laplacian of an array's N voxels, a sparse matrix [R, N].
+
+    A row maps the values of all voxels to the sum of one voxel's differences from its neighbours.
+
+    Args:
+        rows: boolean array, True for the R voxels whose rows are returned
+        axes: axes along which voxels are neighbours; None for all
+    """
     apart_EN = differences(rows, axes)
     return (apart_EN.T @ apart_EN).tocsr()[rows.ravel()]
 
 
 def _solved(matrix_PP: Any, right_P: np.ndarray, start_P: np.ndarray, tolerance: float, most: int) -> np.ndarray:
-    """Return the solution of a symmetric system by conjugate gradients, with the diagonal as preconditioner.
+    """Return the solution [P] of a symmetric linear system by conjugate gradients.
+
+    The diagonal is the preconditioner.
 
     Args:
-        matrix_PP: the sparse matrix.
-        right_P: the right side.
-        start_P: the first guess.
-        tolerance: relative residual at which it ends.
-        most: largest number of iterations.
+        matrix_PP: the system's sparse matrix
+        right_P: its right side
+        start_P: the first guess
+        tolerance: relative residual at which iterations end
+        most: largest number of iterations
     """
     from scipy.sparse import diags
     from scipy.sparse.linalg import cg
@@ -153,9 +187,14 @@ def _solved(matrix_PP: Any, right_P: np.ndarray, start_P: np.ndarray, tolerance:
 
 
 def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the continuation into the mask with the least sum of absolute differences of neighbours; float64.
+    """Restore an image's masked voxels with the least total variation. Return it as float64.
 
-    It is found by reweighted least squares. The image may have any number of dimensions.
+    The sum of absolute differences of neighbours is minimised, by reweighted least squares. The image may have any
+    number of dimensions.
+
+    Args:
+        image01: the normalised image
+        mask: True where to restore, of the image's shape; at least one voxel must be known
     """
     from scipy.sparse import diags
 
@@ -173,19 +212,19 @@ def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarray:
-    """Return the continuation into the mask that an autoregression of the known voxels predicts best; float64.
+    """Restore an image's masked voxels by an autoregression, fitted to the known ones. Return it as float64.
 
-    The squared errors of its predictions, summed over all voxels, are the least possible (Janssen, Veldhuis and Vries
-    1986). So texture and edges go on as they do elsewhere, and far from known voxels their mean is approached. What
-    lies beyond the array's borders is unknown, as what is masked. Masked voxels become NaN if too few voxels are known
-    with all their neighbours to learn from (`predictor`). The image may have any number of dimensions.
+    The restored values have the least squared errors of its predictions, summed over all voxels (Janssen, Veldhuis and
+    Vries 1986). So texture and edges continue as they do elsewhere, and far from known voxels their mean is approached.
+    Voxels beyond the array's borders are unknown, as masked ones are. Masked voxels become NaN if too few voxels are
+    known with all their neighbours to learn from (`predictor`). The image may have any number of dimensions.
 
     All sums are convolutions. The inverse of the spectrum is the preconditioner of the conjugate gradients.
 
     Args:
-        image01: the normalised image.
-        mask: True where to restore. At least one voxel must be known.
-        side: the farthest voxel along each axis that predictions are made from.
+        image01: the normalised image
+        mask: True where to restore; at least one voxel must be known
+        side: voxels along each axis over which a prediction reaches: 1 for direct neighbours only
     """
     from scipy.fft import irfftn, next_fast_len, rfftn
     from scipy.sparse.linalg import LinearOperator, cg
@@ -210,7 +249,12 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
     power = np.square(np.abs(rfftn(kernel)))
 
     def filtered(part_P: np.ndarray, spectrum: np.ndarray) -> np.ndarray:
-        """Return the unknown voxels of their convolution with a kernel that is given by its spectrum."""
+        """Return the convolution of the unknown voxels with a kernel, at the unknown voxels [P].
+
+        Args:
+            part_P: values of the unknown voxels; all others count as 0
+            spectrum: Fourier transform of the kernel
+        """
         whole = np.zeros(hidden.shape)
         whole[hidden] = part_P
         return np.asarray(irfftn(spectrum * rfftn(whole), hidden.shape)[hidden])
@@ -227,16 +271,18 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
 
 
 def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the filter that leaves the errors of an autoregression: offsets of K voxels, int [K, D], and weights [K].
+    """Fit an autoregression to an image's known voxels. Return the filter that gives the errors of its predictions.
 
-    Each voxel is predicted from those before it, in the order of memory, with the coefficients of least squared error
-    over at most AR_FITTED random voxels that are known with all that predicts them. Return None if there are fewer
-    than AR_FEWEST of these for each coefficient, as where every second slice is masked.
+    The filter is two arrays over K voxels: their offsets, int [K, D] for D dimensions, and their weights [K]. The first
+    is the predicted voxel itself, with weight 1. Each voxel is predicted from those before it, in the order of memory.
+    The coefficients have the least squared error over at most AR_FITTED random voxels that are known with all that
+    predicts them. Return None if there are fewer than AR_FEWEST of these for each coefficient, as where every second
+    slice is masked.
 
     Args:
-        apart: the differences from the mean.
-        mask: True for voxels that are not known.
-        side: as of `autoregression`.
+        apart: the image, as differences from its mean
+        mask: True for voxels that are not known
+        side: voxels along each axis over which a prediction reaches
     """
     reach = [min(side, (length - 1) // 2) for length in mask.shape]
     around = product(*(range(-one, one + 1) for one in reach))
@@ -259,10 +305,10 @@ def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarra
 
 
 class Method(NamedTuple):
-    """A method without a model."""
+    """A classical method that restores volumes without a model, with which the model's restoration is compared."""
 
-    solve: Solver  # restores the image of a window
-    reach: Triple  # voxels that its window extends beyond the voxels to restore, along z, y and x
+    solve: Solver  # function of a normalised part of a volume [Z, Y, X] and its mask that returns the part restored
+    reach: Triple  # number of voxels around those to restore that the part must include, along z, y and x
     fills: bool = True  # False if it may leave some voxels without a value (NaN)
 
 
@@ -290,23 +336,28 @@ METHODS = {
 
 
 def side_of_cells(shape: Triple) -> int:
-    """Return the side, in voxels, of the cells in which a volume [Z, Y, X] is solved."""
+    """Return the side, in voxels, of the cubes in which methods without a model restore a volume one by one.
+
+    shape: number of the volume's slices, rows and columns; cubes of a small volume are larger
+    """
     return CELL if np.prod(shape) > SMALL else 2 * CELL
 
 
 def in_cells(
     method: Method, read: Callable[[Window], tuple[np.ndarray, np.ndarray]], shape: Triple, points_P3: np.ndarray
 ) -> np.ndarray:
-    """Return what a method restores at some voxels of a volume [Z, Y, X], float64 [P]; NaN for nothing.
+    """Return the values that a method without a model restores at P voxels of a volume; float64 [P].
 
-    Cells that hold some of the voxels are solved one by one, so that memory does not grow with the volume. The window
-    of a cell includes the voxels around it that the method reaches, or more if none of these is known.
+    The cubes that hold some of the voxels are solved one by one, so that memory does not grow with the volume. A cube
+    is read with the voxels around it that the method reaches, or more if none of these is known. A value is NaN if the
+    method cannot restore it.
 
     Args:
-        method: the method.
-        read: gives the normalised image and the mask of a window.
-        shape: [Z, Y, X].
-        points_P3: indices of the voxels, [z, y, x] each.
+        method: the method
+        read: function that returns the normalised image and the mask of a part of the volume, given as a slice of
+            indices for each axis
+        shape: number of the volume's slices, rows and columns
+        points_P3: indices [z, y, x] of the voxels
     """
     found_P = np.full(len(points_P3), np.nan)
     cells_P3 = points_P3 // side_of_cells(shape)

@@ -29,7 +29,7 @@ DIGIT = 16  # base of the digits that encode places in latents; bf16 holds such 
 
 
 class _Decoded(Exception):
-    """An exception that carries what a pipeline gives to its VAE, and ends the pipeline's call."""
+    """An exception that carries the latents that a diffusers pipeline would decode, and ends the pipeline's call."""
 
 
 class _Output(tuple[Any, ...]):
@@ -40,35 +40,35 @@ class _Output(tuple[Any, ...]):
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """The correspondence of a pipeline's latents to those of its VAE.
+    """The correspondence of the latents of a diffusers pipeline, which may be packed and normalised, to its VAE's.
 
-    Number n of an image's latents, in the order of memory, is number `place_N[n]` of the VAE's. A value x there is `x *
-    scale_N[n] + shift_N[n]` at the VAE.
+    Value number n of an image's latents, in the order of memory, is number `place_N[n]` of the VAE's latents. A value x
+    in the pipeline is `x * scale_N[n] + shift_N[n]` in the VAE.
     """
 
     latents: tuple[int, ...]  # shape of the pipeline's latents, without the batch
     of_vae: tuple[int, ...]  # shape of the VAE's latents without the batch: [C, H, W], or [C, F, H, W] for videos
-    place_N: Tensor  # for each of the pipeline's latents its number at the VAE
+    place_N: Tensor  # for each value of the pipeline's latents its number in the VAE's
     scale_N: Tensor  # factor from the pipeline's value to the VAE's
-    shift_N: Tensor  # summand of the same
+    shift_N: Tensor  # number that is added after that to get the VAE's value
 
     @classmethod
     def asked(cls, pipe: Any, call: Callable[[], Any]) -> LatentLayout:
-        """Find the layout of a pipeline by running it with known latents. No transformer is run, and nothing is
-        decoded.
+        """Find the layout of a pipeline's latents by running the pipeline with latents of known values.
 
-        Raise UserError if the VAE's latents are not the pipeline's one by one.
+        No transformer is run, and nothing is decoded. Raise UserError if the VAE's latents are not the pipeline's one
+        by one.
 
         Args:
-            pipe: the pipeline.
-            call: runs it for one image in one step.
+            pipe: the diffusers pipeline
+            call: function that runs it for one image in one step
         """
         shape, before = _decoded_from(pipe, call, torch.zeros_like)
         size = math.prod(shape)
         shift_N = before.flatten()
 
         def seen(values_N: Tensor) -> Tensor:
-            """Return what the VAE gets for certain values of the latents."""
+            """Return the latents [N] that the VAE gets if the pipeline's latents have the values `values_N`."""
             return _decoded_from(pipe, call, lambda x: values_N.to(x).view(x.shape))[1].flatten()
 
         scale_N = (seen(torch.full((size,), float(DIGIT))) - shift_N) / DIGIT
@@ -90,24 +90,30 @@ class LatentLayout:
         return cls(shape, tuple(before.shape[1:]), place_N, scale_N[place_N], shift_N[place_N])
 
     def taken(self, vae_B: Tensor) -> Tensor:
-        """Return the pipeline's latents for those of the VAE; float32 [B, *latents]."""
+        """Return latents of the VAE as the pipeline would hold them, in its order and scale; float32 [B, *latents].
+
+        vae_B: latents of B images in the VAE's layout, [B, *of_vae]
+        """
         placed_BN = self.placed(vae_B.float()).flatten(1)
         return ((placed_BN - self.shift_N.to(vae_B.device)) / self.scale_N.to(vae_B.device)).unflatten(1, self.latents)
 
     def placed(self, vae_B: Tensor) -> Tensor:
-        """Return values for each of the VAE's latents in the pipeline's order, [B, *latents]."""
+        """Return values in the pipeline's order of latents, not rescaled; [B, *latents].
+
+        vae_B: a value, such as a flag, for each of the VAE's latents of B images, [B, *of_vae]
+        """
         return vae_B.flatten(1)[:, self.place_N.to(vae_B.device)].unflatten(1, self.latents)
 
     @torch.no_grad()
     def known(self, vae: Any, images_BFHW: Tensor, hidden_BFHW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latents of grey images, and which of them are hidden, both [B, *latents].
+        """Encode grey images. Return their latents in the pipeline's layout, and a flag for each; both [B, *latents].
 
-        A latent is hidden if a hidden pixel lies in it.
+        The flag is True for a hidden latent, in which at least one hidden pixel lies.
 
         Args:
-            vae: the pipeline's VAE.
-            images_BFHW: in [0, 1]; F is 1 except for videos.
-            hidden_BFHW: 1 for hidden pixels, else 0.
+            vae: the pipeline's VAE
+            images_BFHW: B images or videos of F frames, in [0, 1]; F is 1 for images
+            hidden_BFHW: 1 for hidden pixels, else 0
         """
         weight = next(chain(vae.parameters(), vae.buffers()))
         pixels = (2 * images_BFHW - 1)[:, None].expand(-1, 3, -1, -1, -1).to(weight.device, weight.dtype)
@@ -124,14 +130,15 @@ class LatentLayout:
 
 
 def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor]:
-    """Run a pipeline up to its VAE, without its transformer. Return the shape of its latents, and what the VAE gets.
+    """Run a diffusers pipeline up to its VAE, without its transformer, to learn how it lays out latents.
 
-    The shape is without the batch. What the VAE gets is float32 on the CPU. Raise UserError if it gets nothing.
+    Return the shape of the pipeline's latents, without the batch, and the latents that the VAE would decode, float32 on
+    the CPU. Raise UserError if the VAE would decode none.
 
     Args:
-        pipe: the pipeline.
-        call: runs it.
-        latents: called in place of each denoising step: takes the latents, and returns those to go on with.
+        pipe: the pipeline
+        call: function that runs it
+        latents: called in place of each denoising step: takes the latents, and returns those to continue with
     """
     shapes: list[tuple[int, ...]] = []
 
@@ -141,12 +148,12 @@ def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor]
         return _Output([tree_map(torch.zeros_like, sample)])
 
     def step(_: Any, __: Any, sample: Tensor, *args: Any, **kwargs: Any) -> _Output:
-        """Note the shape of the latents, and return those of `latents`, in the scheduler's place."""
+        """Record the shape of the latents, and return what `latents` gives for them, in the scheduler's place."""
         shapes.append(tuple(sample.shape[1:]))
         return _Output([latents(sample)])
 
     def decode(vae_B: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Raise `_Decoded` with what the VAE gets, in the VAE's place."""
+        """Raise `_Decoded` with the latents that are to be decoded. It replaces the VAE's `decode`."""
         raise _Decoded(vae_B)
 
     with ExitStack() as undo:
@@ -163,16 +170,18 @@ def _decoded_from(pipe: Any, call: Callable[[], Any], latents: Callable[[Tensor]
 
 @contextmanager
 def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, generators: list[Any]) -> Iterator[None]:
-    """Within the context, let calls of a pipeline keep known latents and leave out the first `start` steps.
+    """Let calls of a generating pipeline inpaint within the context: known latents are put back after each step.
 
-    A call begins with the known latents, noised to the level at which it starts.
+    If steps are left out at the start of the schedule, a call begins with the known latents, noised to the level at
+    which it starts.
 
     Args:
-        pipe: the pipeline.
-        known: as of `LatentLayout.known`, for as many images as the call makes.
-        start: number of steps of the schedule that are left out.
-        fresh: see `renoised`.
-        generators: the random generator of each image.
+        pipe: the diffusers pipeline, whose scheduler is changed within the context
+        known: latents of the images, and True for the hidden ones, as `LatentLayout.known` returns them, for as many
+            images as the call makes
+        start: number of steps of the schedule that are left out
+        fresh: share of each step's noise that is new, 0 to 1, see `renoised`
+        generators: the random generator of each image
     """
     scheduler, (known_B, hidden_B), ran = pipe.scheduler, known, 0
     own_prepare, own_set, own_step = pipe.prepare_latents, scheduler.set_timesteps, scheduler.step
@@ -180,7 +189,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
     scheduled = False
 
     def begin() -> None:
-        """Replace the first latents by noised known ones, once both the latents and the schedule are there."""
+        """Replace the pipeline's first latents by noised known ones, once both latents and schedule are set."""
         # Some pipelines sample latents before they ask for the schedule, others after it.
         if first is not None and scheduled and start:
             image, noise = level_of(scheduler, ran)
@@ -188,7 +197,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
     @functools.wraps(own_prepare)
     def prepare_latents(*args: Any, **kwargs: Any) -> Any:
-        """Prepare latents as the pipeline does, and remember them."""
+        """Prepare latents as the pipeline does, and record them. It replaces the pipeline's method."""
         nonlocal first
         prepared = own_prepare(*args, **kwargs)
         first = prepared[0] if isinstance(prepared, tuple) else prepared
@@ -197,7 +206,7 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
     @functools.wraps(own_set)
     def set_timesteps(*args: Any, **kwargs: Any) -> None:
-        """Set the schedule as the scheduler does, without its first `start` steps."""
+        """Set the schedule as the scheduler does, but without its first `start` steps, in the scheduler's place."""
         nonlocal scheduled
         own_set(*args, **kwargs)
         scheduler.timesteps = scheduler.timesteps[start:]
@@ -208,7 +217,15 @@ def keeping(pipe: Any, known: tuple[Tensor, Tensor], start: int, fresh: float, g
 
     @functools.wraps(own_step)
     def step(output: Tensor, time: Any, sample: Tensor, *args: Any, **kwargs: Any) -> _Output:
-        """Step as the scheduler does, then put known latents in place of the generated ones."""
+        """Step as the scheduler does, then put known latents in place of the generated ones.
+
+        It replaces the scheduler's method.
+
+        Args:
+            output: the transformer's output
+            time: the timestep
+            sample: latents before the step
+        """
         nonlocal ran
         before = level_of(scheduler, ran)
         made = own_step(output.float(), time, sample.float(), *args, **kwargs)
@@ -234,7 +251,10 @@ State = tuple[Tensor, Level]  # latents and their level
 
 
 def level_of(scheduler: Any, ran: int) -> Level:
-    """Return the level of a scheduler's latents after `ran` steps of its schedule."""
+    """Return the factors of image and of noise in a scheduler's latents after `ran` steps of its schedule.
+
+    After the last step they are 1 and 0.
+    """
     if ran >= len(scheduler.timesteps):
         return 1.0, 0.0
     times, one, none = scheduler.timesteps[ran].reshape(1).cpu(), torch.ones(1), torch.zeros(1)
@@ -244,19 +264,19 @@ def level_of(scheduler: Any, ran: int) -> Level:
 
 
 def renoised(before: State, after: State, known_B: Tensor, hidden_B: Tensor, fresh: float, drawn_B: Tensor) -> Tensor:
-    """Return the latents after a step of first order, with known latents in the image that the step predicts.
+    """Return the latents after a denoising step, with known latents put into the image that the step predicts.
 
     The share `fresh` of the predicted noise is replaced by new noise. Both parts of the latents have the same noise,
     and so fit each other. With `fresh` 0 all noise is what the model predicts. With 1 samples are pulled to the mean of
     what is possible (docs/inpainting.md has figures).
 
     Args:
-        before: latents before the step, and their level.
-        after: latents after the step, and their level.
-        known_B: the known latents.
-        hidden_B: True for hidden latents.
-        fresh: share of new noise, 0 to 1.
-        drawn_B: the new noise.
+        before: latents before the step, and the factors of image and noise in them
+        after: the same after the step, which must be of first order
+        known_B: latents of the known image
+        hidden_B: True for hidden latents, which the model's replace
+        fresh: share of new noise, 0 to 1
+        drawn_B: the new noise
     """
     (before_B, (a, b)), (after_B, (c, d)) = before, after
     if d == 0:  # last step: near hidden pixels the known latents encode the fill, so they are not put in

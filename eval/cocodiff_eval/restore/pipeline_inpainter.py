@@ -23,11 +23,11 @@ SMALL_MODEL = 256  # pixels of a side; models up to this size restore thin image
 
 
 def schedule_at(steps: int, strength: float) -> tuple[int, float]:
-    """Return `num_inference_steps` and `strength` with which a diffusers pipeline runs `steps_at(steps, strength)`
-    steps.
+    """Return the arguments (num_inference_steps, strength) that make a diffusers pipeline run the wanted steps.
 
-    Flow-matching pipelines drop int(n - n x strength) of n steps. To leave k steps, (k - 1/2) / n is returned. It is in
-    the middle of the values that do so, so rounding of the product cannot add or remove a step.
+    It is to run as many denoising steps as `steps_at` says for `steps` at strength 1. Flow-matching pipelines drop
+    int(n - n x strength) of n steps. To leave k steps, (k - 1/2) / n is returned. It is in the middle of the values
+    that do so, so rounding of the product cannot add or remove a step.
     """
     if strength >= 1:
         return steps, 1.0
@@ -38,19 +38,19 @@ def schedule_at(steps: int, strength: float) -> tuple[int, float]:
 
 @dataclass(eq=False)
 class PipelineInpainter:
-    """An `Inpainter` that restores batches of grey images with a diffusers pipeline, which is left as it was.
+    """A model that restores the masked parts of batches of grey images with an unmodified diffusers pipeline.
 
-    The pipeline takes `image`, `mask_image` and `strength`. Or it generates images or videos, and known latents are
-    kept (`known_regions.py`).
+    The pipeline is one for inpainting, which takes `image`, `mask_image` and `strength`. Or it only generates images or
+    videos: then known latents are put back after each step (`known_regions.py`).
     """
 
     pipe: Any  # e.g. StableDiffusion3InpaintPipeline, on one rank or many
-    # Gives the call's further arguments for a batch size, by the pipeline's names: those of the prompt (embeddings, or
-    # `prompt=` lists) and of guidance.
+    # Function of a batch size that returns more arguments of the pipeline's call, by name: those of the prompt
+    # (embeddings, or `prompt=` lists) and of guidance.
     arguments: Callable[[int], dict[str, Any]]
     steps: int  # denoising steps that run at strength 1
-    # With a tile's noise key it seeds the tile's own CPU generator, the same on every rank. With the key of a batch's
-    # first tile it seeds torch's global generators, which some schedulers use.
+    # With an image's noise key it seeds the image's own CPU generator, the same on every rank. With the key of the
+    # first image of a batch it seeds torch's global generators, which some schedulers use.
     seed: int
     on_step: Callable[[int], None] = lambda slices: None  # called after each step with the call's number of slices
     side: int | None = None  # side of images in pixels; None for the pipeline's own
@@ -58,7 +58,7 @@ class PipelineInpainter:
     fresh: float = 1.0  # share of each step's noise that is new, if known latents are kept
 
     def __post_init__(self) -> None:
-        """Read from the pipeline what sizes it takes, and whether it inpaints itself and makes videos."""
+        """Read from the pipeline the sizes that it takes, and if it inpaints itself and if it makes videos."""
         self.multiple, native = side_multiple(self.pipe), self.side or own_size(self.pipe)
         self.native_size = native - native % self.multiple
         # In trials, small models did better on thin images as they are than on images padded by reflection.
@@ -74,10 +74,10 @@ class PipelineInpainter:
         Raise UserError for NaN in the result, and if a video has another number of frames than was asked for.
 
         Args:
-            images_BHW: in [0, 1], [B, H, W] or [B, F, H, W].
-            masks_BHW: 1 where to restore.
-            strength: noise level to start from, in (0, 1].
-            noise_keys: a number for each image, see `seed`.
+            images_BHW: images in [0, 1], [B, H, W], or videos of F frames, [B, F, H, W]
+            masks_BHW: 1 where to restore, of the same shape
+            strength: noise level to start from, in (0, 1]
+            noise_keys: a number for each image or video, which with `seed` selects its noise
         """
         import torch
 
@@ -113,10 +113,16 @@ class PipelineInpainter:
     def _known(
         self, images_BFHW: Tensor, masks_BFHW: Tensor, strength: float, start: int, generators: list[Any]
     ) -> tuple[dict[str, Any], AbstractContextManager[None]]:
-        """Return the arguments with which a call gets the known voxels, and the context that it runs in.
+        """Return the arguments by which a call of the pipeline gets the known voxels, and the context to call it in.
+
+        A pipeline for inpainting gets images and masks as arguments. For others the context keeps known latents.
 
         Args:
-            start: number of steps that are left out.
+            images_BFHW: the images in [0, 1]
+            masks_BFHW: 1 where to restore
+            strength: noise level to start from
+            start: number of steps that are left out at the start of the schedule
+            generators: the random generator of each image
         """
         _, frames, height, width = images_BFHW.shape
         given: dict[str, Any] = {"height": height, "width": width}
@@ -137,7 +143,10 @@ class PipelineInpainter:
         return given, keeping(self.pipe, known, start, self.fresh, generators)
 
     def _generators(self, noise_keys: Sequence[int]) -> list[Any]:
-        """Return a generator for each image, so that the noise of a tile does not depend on the batch it is in."""
+        """Return a torch generator for each image, whose noise then does not depend on the batch that it is in.
+
+        noise_keys: a number for each image
+        """
         import torch
 
         # Odd multipliers mix seed and key and keep pairs of them distinct. Seeds of torch are below 2^63.
@@ -146,18 +155,20 @@ class PipelineInpainter:
 
 
 def made_by(pipe: Any, seed: int, advance: Callable[[], None], /, **given: Any) -> tuple[Any, int]:
-    """Call a pipeline without its own progress bar. Return its images or frames, and the number of steps that ran.
+    """Call a diffusers pipeline without its progress bar. Return its images or frames, and the number of steps run.
 
-    Raise UserError if latents are NaN or Inf after the first step. Later ones are not checked.
+    Raise UserError if latents are NaN or Inf after the first step. Later steps are not checked.
 
     Args:
-        seed: see `drawing_from`.
-        advance: called after each step.
-        given: the call's arguments.
+        pipe: the pipeline
+        seed: seed of torch's global generators during the call
+        advance: called after each denoising step
+        given: the call's arguments, by name
     """
     ran = 0
 
     def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Check the first step's latents and count the step. Pipelines call it after each; `tensors` is returned."""
         nonlocal ran
         if ran == 0 and "latents" in tensors:
             check_finite(pipe, tensors["latents"])
@@ -171,7 +182,7 @@ def made_by(pipe: Any, seed: int, advance: Callable[[], None], /, **given: Any) 
 
 
 def own_size(pipe: Any) -> int:
-    """Return the side in pixels of the images that a pipeline is made for; 1024 if it does not say."""
+    """Return the side in pixels of the images that a diffusers pipeline is made for; 1024 if it does not tell."""
     return int(pipe.default_sample_size) * int(pipe.vae_scale_factor) if hasattr(pipe, "default_sample_size") else 1024
 
 
@@ -186,14 +197,17 @@ def side_multiple(pipe: Any) -> int:
 
 
 def frames_of_latents(pipe: Any) -> int:
-    """Return the number of frames in a latent frame of a video. The first latent frame always holds one frame."""
+    """Return the number of a video's frames in one latent frame of its VAE; 4 if the pipeline does not tell.
+
+    The first latent frame always holds a single frame.
+    """
     named = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
     return next((int(getattr(pipe, name)) for name in named if hasattr(pipe, name)), 4)
 
 
 @contextlib.contextmanager
 def silent(pipe: Any) -> Iterator[None]:
-    """Within the context, turn off the pipeline's own progress bar, which knows nothing of tiles and levels."""
+    """Turn off the progress bar of a diffusers pipeline within the context, since the job shows its own."""
     before = getattr(pipe, "_progress_bar_config", None)
     pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
     try:
@@ -207,9 +221,9 @@ def silent(pipe: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Within the context, seed torch's global generators, so that schedulers that use them add the same noise.
+    """Seed torch's global random generators within the context. Their earlier states are restored afterwards.
 
-    It is the same on every rank, and in every preset that is compared. The generators' states are restored afterwards.
+    Schedulers that use them then add the same noise on every rank, and with every preset that is compared.
     """
     import torch
 
@@ -221,9 +235,13 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 
 def check_finite(pipe: Any, values: Tensor) -> None:
-    """Raise UserError if a pipeline's latents or images are NaN or Inf. It names a weight that is, if there is one.
+    """Raise UserError if latents or images of a pipeline have NaN or Inf, and name a weight that has, if there is one.
 
-    On a device it waits for `values`. Weights are read only if something is wrong.
+    On a device it waits for `values`. Weights are only read if something is wrong.
+
+    Args:
+        pipe: the pipeline that made them
+        values: the latents or images
     """
     import torch
 

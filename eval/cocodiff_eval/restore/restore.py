@@ -19,43 +19,54 @@ PASS_KEYS = 1 << 20  # number of noise keys for a pass of tiles; a level has two
 
 
 class Inpainter(Protocol):
-    """A model that restores the masked part of square images of one size, or of videos of them."""
+    """An interface: a model that restores the masked parts of small images of one size, or of videos of such images.
+
+    Slices of any size are restored by it in tiles (`restore_slices`).
+    """
 
     frames: int  # most frames of a video; 1 for a model that makes images
     native_size: int  # side of the images in voxels, e.g. 96 or 1024; a multiple of `multiple`
     multiple: int  # sides of images must be multiples of this, e.g. 8 or 16
-    thin: bool  # True if it restores thinner images than its own size as well as others
+    thin: bool  # True if it restores images that are thinner than its own size well too
 
     def __call__(self, images_BHW: Tensor, masks_BHW: Tensor, strength: float, noise_keys: Sequence[int]) -> Tensor:
-        """Return the restored images, float32 in [0, 1] like the given ones.
-
-        Equal keys give equal noise in any batch. Keys that differ in their lower 32 bits give different noise.
+        """Return the restored images, float32 in [0, 1] and of the shape of the given ones.
 
         Args:
-            images_BHW: float32 in [0, 1], [B, H, W], or [B, F, H, W] for videos.
-            masks_BHW: 1 where to restore.
-            strength: noise level to start from, in (0, 1].
-            noise_keys: a number for each image or video.
+            images_BHW: images, float32 in [0, 1], [B, H, W], or videos of F frames, [B, F, H, W]
+            masks_BHW: 1 where to restore, of the same shape
+            strength: noise level to start from, in (0, 1]
+            noise_keys: a number for each image or video that selects its noise. Equal keys give equal noise in any
+                batch. Keys that differ in their lower 32 bits give different noise
         """
 
 
 class Request(NamedTuple):
-    """The tiles of a slice, [Y, X] each, that the model must restore next. Slices of a video ask for the same."""
+    """The next tiles of a slice that the model must restore. All slices of a video request the same places."""
 
-    images: list[np.ndarray]  # the tiles
+    images: list[np.ndarray]  # values of the tiles, [Y, X] each
     hidden: list[np.ndarray]  # for each tile, True for voxels to restore
     strength: float  # noise level to start from
     keys: Sequence[int]  # the noise key of each tile
 
 
-Video = tuple[int, ...]  # numbers of the slices that are its frames
+Video = tuple[int, ...]  # numbers of the slices that are the frames of a video
 Limits = tuple[float, float]  # smallest and largest value of restored voxels, normalised
 # A generator of requests. It is sent the model's output for each, float64 [B, Y, X], and returns the restored slice.
 Restoration = Generator[Request, np.ndarray, np.ndarray]
 
 
 def plan_slice(mask_YX: np.ndarray, inpainter: Inpainter, batch: int, strength: float = 1.0) -> RestorationPlan:
-    """Return the plan that `restore_slices` runs for each slice. Its `tile_steps(steps)` is for progress bars."""
+    """Return the plan of the tiles in which a model restores a slice.
+
+    `restore_slices` runs it, and progress bars show its `tile_steps`.
+
+    Args:
+        mask_YX: True where to restore
+        inpainter: the model
+        batch: most tiles in a call of the model
+        strength: noise level from which holes are first restored
+    """
     multiple = inpainter.multiple if inpainter.thin else None
     return plan_restoration(mask_YX, inpainter.native_size, batch, strength, multiple)
 
@@ -80,13 +91,13 @@ def restore_slices(
     their masks together.
 
     Args:
-        images_YX: float32 [Y, X] in [0, 1], filled under the mask (`prepare_slice`), which is not read.
-        masks_YX: boolean [Y, X], True where to restore.
-        inpainter: the model.
-        batch: most tiles in a call of the model. It changes speed and memory, not the noise.
-        strength: see `plan_restoration`.
-        samples: for each slice the number of its sample, which selects the noise; 0 if not given.
-        limits: restored voxels are clipped to these (`IntensityRange.limits01`).
+        images_YX: slices, float32 [Y, X] in [0, 1]; voxels under the mask are filled (`prepare_slice`) and not read
+        masks_YX: boolean [Y, X], True where to restore
+        inpainter: the model
+        batch: most tiles in a call of the model. It changes speed and memory, not the noise
+        strength: noise level from which holes are first restored, in (0, 1]
+        samples: for each slice the number of its sample, which selects the noise; 0 if not given
+        limits: smallest and largest value to which restored voxels are clipped (`IntensityRange.limits01`)
     """
     numbers, samples = range(len(images_YX)), samples or [0] * len(images_YX)
     videos: list[Video] = [(number,) for number in numbers]
@@ -103,7 +114,12 @@ def restore_slices(
     waiting: dict[int, Request] = {}
 
     def proceed(number: int, outputs: np.ndarray | None) -> None:
-        """Give a slice the output of its request, or None to start it, and note its next request or its result."""
+        """Continue a slice's restoration to its next request, which goes to `waiting`, or its end (to `restored`).
+
+        Args:
+            number: number of the slice
+            outputs: the model's output for the slice's last request; None to start
+        """
         try:
             waiting[number] = next(started[number]) if outputs is None else started[number].send(outputs)
         except StopIteration as end:
@@ -123,7 +139,15 @@ def restore_slices(
 
 
 def _sharing_a_call(waiting: dict[int, Request], batch: int, videos: Sequence[Video]) -> list[Video]:
-    """Return the videos whose requests make the next call of the model."""
+    """Return the videos (or single slices) whose requested tiles are restored in the next call of the model.
+
+    They are the first one that waits, and later ones of the same strength, tile shape and number of frames.
+
+    Args:
+        waiting: the request of each unfinished slice, by the slice's number
+        batch: most tiles in a call
+        videos: all videos, in order; a tuple of slices' numbers each
+    """
     order = [video for video in videos if video[0] in waiting]
     strength, shape = waiting[order[0][0]].strength, waiting[order[0][0]].images[0].shape
     together, tiles = order[:1], len(waiting[order[0][0]].images)
@@ -137,7 +161,7 @@ def _sharing_a_call(waiting: dict[int, Request], batch: int, videos: Sequence[Vi
 
 
 def sample_keys(sample: int) -> int:
-    """Return the number that is added to the noise keys of sample 0 to get those of another sample, 0 to 1023.
+    """Return the number to add to the noise keys of all tiles, so that sample `sample`, 0 to 1023, has its own noise.
 
     torch's CPU generator reads only the lower 32 bits of a seed, so the keys of all samples have to differ there. Tiles
     use bits 0 to 15 and passes bits 20 to 25. The sample's ten bits take the other ones.
@@ -149,10 +173,16 @@ def sample_keys(sample: int) -> int:
 def _restoration(
     image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan | None, sample: int, limits: Limits
 ) -> Restoration:
-    """Restore one slice, request by request. The generator returns the slice, float32 [Y, X].
+    """Restore one slice, from coarse to fine. Yield a request for each batch of tiles that the model must restore.
+
+    The model's output is sent to the generator after each. It returns the restored slice, float32 [Y, X].
 
     Args:
-        plan: of the slice's mask, or of a whole video's masks; None if nothing is masked.
+        image_YX: the slice, normalised
+        mask_YX: True where to restore
+        plan: plan of tiles for the slice's mask, or for all masks of its video; None if nothing is masked
+        sample: number of the sample, which selects the noise
+        limits: smallest and largest value of restored voxels
     """
     if plan is None:
         return image_YX.astype(np.float32)
@@ -173,10 +203,15 @@ def _restoration(
 def _known_pyramid(
     image_YX: np.ndarray, mask_YX: np.ndarray, plan: RestorationPlan
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return, for each level of the plan, the slice with filled holes, float64 [Y, X], and its mostly unknown voxels.
+    """Return a slice at each resolution of its plan: pairs (image, unknown), finest resolution first.
 
-    Holes are filled from their surroundings on that level. Of the plan's unknown voxels only this slice's own are
-    returned.
+    The image, float64 [Y, X], has holes filled from their surroundings at that resolution. `unknown`, boolean [Y, X],
+    is True for voxels of the plan's mask of which less than half is known in this slice.
+
+    Args:
+        image_YX: the slice, normalised
+        mask_YX: True for voxels to restore
+        plan: plan of tiles, perhaps for several slices of a video together
     """
     image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
     weight = (~mask_YX).astype(np.float64)
@@ -192,12 +227,17 @@ def _known_pyramid(
 
 
 def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass: TilePass, key: int) -> Restoration:
-    """Restore a pass of tiles on the level's image [Y, X]. The generator returns the image with them blended in.
+    """Restore a slice's tiles at one resolution and one strength. Yield a request for each batch of them.
 
-    Only unknown voxels of the slice change.
+    The model's output is sent to the generator after each. It returns the image [Y, X] with the restored tiles blended
+    in. Only unknown voxels change.
 
     Args:
-        key: noise key of the first tile.
+        image: the slice at this resolution, with filled holes
+        unknown_YX: True for voxels that may change
+        level: the plan at this resolution
+        tile_pass: the tiles, and their strength
+        key: noise key of the first tile; the next ones have the next numbers
     """
     padding = level.padding
     # A small slice is padded by reflection to the model's native size, so that no edge is added.
@@ -221,10 +261,13 @@ def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass
 
 
 def _call(inpainter: Inpainter, videos: Sequence[Sequence[Request]]) -> np.ndarray:
-    """Return the model's output for the tiles of all requests in one call; float64 [B, F, Y, X].
+    """Call a model once for the tiles of several requests. Return its output, float64 [B, F, Y, X].
+
+    B is the number of tiles, in the order of videos. F is the number of frames, 1 for a model of images.
 
     Args:
-        videos: for each video the requests of its frames.
+        inpainter: the model
+        videos: for each video the requests of its frames
     """
     import torch
 
@@ -240,10 +283,15 @@ def _call(inpainter: Inpainter, videos: Sequence[Sequence[Request]]) -> np.ndarr
 
 
 def match_surroundings(output: np.ndarray, image: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Return a model's output [Y, X], shifted so that it meets the known voxels without a seam.
+    """Return a model's output for a tile [Y, X], corrected so that it meets the known voxels without a seam.
 
-    Autoencoders return known voxels slightly changed. That error is smoothed over 4 x 4 voxels, so as not to copy
-    grain. It is then continued smoothly into the hidden voxels and subtracted there.
+    Autoencoders return known voxels slightly changed. That error is averaged over 4 x 4 voxels, so as not to copy
+    grain, continued smoothly into the hidden voxels, and subtracted from the output.
+
+    Args:
+        output: the model's output
+        image: the tile as it was given to the model
+        hidden: True for voxels that the model was to restore; if all are hidden, the output is returned unchanged
     """
     if hidden.all():
         return output

@@ -28,53 +28,62 @@ REFINE_STRENGTH = 0.2  # noise level from which finer levels are refined; 1 woul
 
 @dataclass(frozen=True)
 class Tile:
-    """A window that the model restores in a level, which is the slice at one resolution, padded to at least a tile."""
+    """A window of a slice that the model restores in one call, at one resolution of the slice.
 
-    row: int  # first row in the padded level
-    column: int  # first column in the padded level
-    holes: tuple[int, ...]  # labels of the holes that the tile restores
+    The slice at that resolution, a level, is padded to at least the size of a tile.
+    """
+
+    row: int  # first row of the window in the padded level
+    column: int  # first column of the window in the padded level
+    holes: tuple[int, ...]  # numbers of the connected holes of the mask that the tile restores
     blend: bool  # True for a tile of a grid, which is blended with its neighbours
 
 
 @dataclass(frozen=True)
 class TilePass:
-    """The tiles of one level that run at one strength."""
+    """The tiles of a slice that the model restores at one resolution, starting from one noise level."""
 
-    strength: float  # noise level to start from
-    hidden_YX: np.ndarray  # what the model must restore; all else is its context
-    tiles: tuple[Tile, ...]
+    strength: float  # noise level to start from, in (0, 1]; 1 is pure noise
+    hidden_YX: np.ndarray  # True for voxels that the model must restore; all others are its context
+    tiles: tuple[Tile, ...]  # the tiles, in the order in which they are restored
     batch: int  # most tiles in a call of the model
 
     @property
     def batches(self) -> tuple[tuple[Tile, ...], ...]:
-        """The tiles in order, at most `batch` at a time."""
+        """The tiles in order, in groups of at most `batch`, each for one call of the model."""
         return tuple(self.tiles[start : start + self.batch] for start in range(0, len(self.tiles), self.batch))
 
 
 @dataclass(frozen=True)
 class _Holes:
-    """The connected holes of one level as arrays over K holes. A mask of dust has a hundred thousand of them."""
+    """The connected holes of a mask at one resolution, as arrays over K holes.
 
-    labels_K: np.ndarray  # number of each hole in the level's labels
-    boxes_K4: np.ndarray  # top, left, bottom and right of each
+    Arrays are used since a mask of dust has a hundred thousand holes.
+    """
+
+    labels_K: np.ndarray  # number of each hole, which it has at all resolutions
+    boxes_K4: np.ndarray  # bounding box of each: top, left, bottom and right, in voxels of this resolution
 
     @cached_property
     def sides_K(self) -> np.ndarray:
-        """The longer side of each box."""
+        """The longer side of each hole's bounding box, in voxels."""
         return (self.boxes_K4[:, 2:] - self.boxes_K4[:, :2]).max(axis=1, initial=0)
 
     def only(self, chosen_K: np.ndarray) -> _Holes:
-        """Return some of the holes, chosen by index or by a boolean for each."""
+        """Return some of the holes. `chosen_K` has their indices, or a boolean for each hole."""
         return _Holes(self.labels_K[chosen_K], self.boxes_K4[chosen_K])
 
 
 @dataclass(frozen=True)
 class Level:
-    """The mask at one resolution. Exponent 0 is the slice itself; each next level has half as many rows and columns."""
+    """The mask of a slice at one resolution, and the tiles to restore there.
+
+    Exponent 0 is the slice itself; each next level has half as many rows and columns.
+    """
 
     exponent: int  # number of times that the resolution is halved
-    shape: tuple[int, int]  # [Y, X]
-    native: int  # the model's own side, of which lengths are fractions
+    shape: tuple[int, int]  # rows and columns of the slice at this resolution
+    native: int  # side of the model's own images, of which lengths are fractions
     tile: tuple[int, int]  # rows and columns of a tile
     mask_YX: np.ndarray  # voxels that are mostly unknown
     labels_YX: np.ndarray  # number of the hole that each voxel belongs to, 0 outside the mask
@@ -82,17 +91,17 @@ class Level:
 
     @property
     def padded(self) -> tuple[int, int]:
-        """The shape [Y, X] after padding to at least one tile."""
+        """The rows and columns of the slice at this resolution, after padding to at least one tile."""
         return (max(self.shape[0], self.tile[0]), max(self.shape[1], self.tile[1]))
 
     @property
     def offset(self) -> tuple[int, int]:
-        """The row and column at which the level begins in the padded one."""
+        """The row and column at which the slice begins in the padded one, in the middle of which it lies."""
         return ((self.padded[0] - self.shape[0]) // 2, (self.padded[1] - self.shape[1]) // 2)
 
     @property
     def padding(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The rows and columns to add around the level so that it is at least as large as a tile; 0 if it is.
+        """The rows and columns to add around the slice so that it is at least as large as a tile; 0 if it is.
 
         They are ((above, below), (left, right)), as `numpy.pad` takes them.
         """
@@ -101,15 +110,18 @@ class Level:
 
     @property
     def overlap(self) -> int:
-        """The overlap of neighbouring tiles, in voxels."""
+        """The least overlap of neighbouring tiles of a grid, in voxels."""
         return max(4, round(self.native * OVERLAP))
 
     def box(self, tile: Tile) -> tuple[slice, slice]:
-        """Return the rows and columns of a tile in the padded level."""
+        """Return the rows and columns of a tile, as slices to index the padded image with."""
         return slice(tile.row, tile.row + self.tile[0]), slice(tile.column, tile.column + self.tile[1])
 
     def weights(self, tile: Tile) -> np.ndarray:
-        """Return the blending weights of a tile, float64 of its shape; all 1 for a tile that is not blended."""
+        """Return the weights by which a tile is blended with its neighbours, float64 of its shape.
+
+        They are all 1 for a tile that is not blended.
+        """
         if not tile.blend:
             return np.ones(self.tile)
         starts = zip((tile.row, tile.column), self.padded, self.tile, strict=True)
@@ -117,7 +129,7 @@ class Level:
 
     @cached_property
     def holes(self) -> _Holes:
-        """The holes of this level."""
+        """The connected holes of the mask at this resolution."""
         from scipy import ndimage
 
         boxes: list[Any] = ndimage.find_objects(self.labels_YX)
@@ -128,7 +140,10 @@ class Level:
 
     @cached_property
     def depth(self) -> np.ndarray:
-        """The distance of the innermost voxel of each hole from a known one, by label, [labels + 1]."""
+        """The distance, in voxels, of each hole's innermost voxel from the nearest known one, [labels + 1].
+
+        Index 0 stands for voxels outside all holes; other indices are the holes' numbers.
+        """
         from scipy import ndimage
 
         if self.mask_YX.all():
@@ -140,31 +155,31 @@ class Level:
 
 @dataclass(frozen=True)
 class RestorationPlan:
-    """The levels of one slice, finest first. They run from the last to the first."""
+    """The plan of the tiles by which one slice is restored, at all resolutions that this takes."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[Level, ...]  # a level for each resolution, finest first; they are restored from the last to the first
 
     def tile_steps(self, steps: int) -> int:
-        """Return the denoising steps of all tiles of the slice together, for a run that takes `steps` at strength 1."""
+        """Return the number of denoising steps of all the slice's tiles, if strength 1 takes `steps` a tile."""
         return sum(len(one.tiles) * steps_at(steps, one.strength) for level in self.levels for one in level.passes)
 
 
 def steps_at(steps: int, strength: float) -> int:
-    """Return the number of denoising steps at `strength` if strength 1 takes `steps`; at least one."""
+    """Return the number of denoising steps from the noise level `strength`, if strength 1 takes `steps`; at least 1."""
     return steps if strength >= 1 else min(steps, max(1, round(steps * strength)))
 
 
 def plan_restoration(
     mask_YX: np.ndarray, native: int, batch: int, strength: float = 1.0, multiple: int | None = None
 ) -> RestorationPlan:
-    """Plan the tiles of one slice.
+    """Return the plan of the tiles by which a model restores one slice, made from the mask alone.
 
     Args:
-        mask_YX: True where to restore.
-        native: side of the model's images in voxels.
-        batch: most tiles in a call of the model.
-        strength: noise level from which a hole is first restored. Below 1 the fill from around it shows through.
-        multiple: sides of tiles are multiples of this, so that a thin slice has thin tiles; None for square tiles.
+        mask_YX: True where to restore
+        native: side of the model's images in voxels
+        batch: most tiles in a call of the model
+        strength: noise level from which a hole is first restored. Below 1 the fill from around it shows through
+        multiple: sides of tiles are multiples of this, so that a thin slice has thin tiles; None for square tiles
     """
     tile = (native, native)
     if multiple is not None:
@@ -175,14 +190,14 @@ def plan_restoration(
 
 
 def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> Iterator[Level]:
-    """Yield a slice's mask and numbered holes at its own resolution, then at half of it and so on.
+    """Yield a slice's mask and numbered holes at its own resolution, then at half of it and so on, without tiles.
 
     The last level is at most `native` long and wide. A hole has the same number on every level.
 
     Args:
-        mask_YX: True where to restore.
-        native: side of the model's images in voxels.
-        tile: rows and columns of a tile.
+        mask_YX: True where to restore
+        native: side of the model's images in voxels
+        tile: rows and columns of a tile
     """
     from scipy import ndimage
 
@@ -204,9 +219,13 @@ def _grids(mask_YX: np.ndarray, native: int, tile: tuple[int, int]) -> Iterator[
 
 
 def _searched(grids: Iterator[Level]) -> tuple[list[Level], np.ndarray]:
-    """Return the levels that are needed, and by label the level that restores each hole from noise, [labels + 1].
+    """Return the levels that are needed, and for each hole the exponent of the level that restores it from noise.
 
-    That is the finest level on which the hole fits, or the last one on which it exists.
+    That is the finest level on which the hole fits a tile, or the last one on which it exists. The second result is
+    int [labels + 1], indexed by the holes' numbers.
+
+    Args:
+        grids: levels from `_grids`, finest first, which are only made as far as they are needed
     """
     finest = next(grids)
     starts = np.zeros(int(finest.labels_YX.max()) + 1, dtype=np.int64)
@@ -225,7 +244,14 @@ def _searched(grids: Iterator[Level]) -> tuple[list[Level], np.ndarray]:
 
 
 def _level(grid: Level, starts: np.ndarray, batch: int, strength: float) -> Level:
-    """Return a level with its passes: holes that start on it are restored from noise, then the others are refined."""
+    """Return a level with its passes of tiles: one from noise for holes that start on it, one that refines the others.
+
+    Args:
+        grid: the level, without passes
+        starts: exponent of the level that restores each hole from noise, indexed by the hole's number
+        batch: most tiles in a call of the model
+        strength: noise level for holes that start on this level
+    """
     labels_K = grid.holes.labels_K
     older_K = labels_K[starts[labels_K] > grid.exponent]
     fresh = grid.holes.only(starts[labels_K] == grid.exponent)
@@ -242,7 +268,14 @@ def _level(grid: Level, starts: np.ndarray, batch: int, strength: float) -> Leve
 
 
 def _tiles_from_noise(grid: Level, fresh: _Holes) -> tuple[Tile, ...]:
-    """Return a tile around each hole that fits one, shared with the holes near it, and grids over longer holes."""
+    """Return the tiles of a level that restore holes from noise.
+
+    A hole that fits a tile lies in the middle of one, perhaps with holes near it. Longer holes get the tiles of a grid.
+
+    Args:
+        grid: the level
+        fresh: the holes
+    """
     if grid.padded == grid.tile:
         return (Tile(0, 0, tuple(fresh.labels_K.tolist()), blend=False),)
     limit = HOLE_LIMIT * grid.native
@@ -266,10 +299,15 @@ def _tiles_from_noise(grid: Level, fresh: _Holes) -> tuple[Tile, ...]:
 
 
 def _company(waiting: _Holes, grid: Level, margin: int) -> np.ndarray:
-    """Return which holes share a tile with the first one, the topmost, boolean [K].
+    """Return a boolean for each hole, [K]: True for those that share a tile with the first one, the topmost.
 
     All have at least `margin` of context in the tile. The first hole lies at the tile's upper margin. Of three
     positions from left to right, the one with the most holes is taken.
+
+    Args:
+        waiting: holes without a tile, sorted from the top
+        grid: their level
+        margin: least number of voxels between a hole and the tile's border
     """
     inner = grid.native - 2 * margin
     top, left, _, right = waiting.boxes_K4[0].tolist()
@@ -283,7 +321,13 @@ def _company(waiting: _Holes, grid: Level, margin: int) -> np.ndarray:
 
 
 def axis_starts(length: int, native: int, overlap: int) -> tuple[int, ...]:
-    """Return the starts of windows of length `native` that cover `length` evenly and overlap by at least `overlap`."""
+    """Return the starts of windows, such as tiles, that cover an axis evenly.
+
+    Args:
+        length: voxels of the axis
+        native: voxels of a window; if the axis is not longer, there is one window, which starts at 0
+        overlap: least number of voxels by which neighbours overlap
+    """
     if length <= native:
         return (0,)
     count = -(-(length - native) // (native - overlap)) + 1
@@ -295,6 +339,12 @@ def axis_window(start: int, length: int, native: int, overlap: int) -> np.ndarra
 
     They are 0 in the outer quarter of the overlap, rise smoothly over its middle half, and are 1 inside. A window that
     ends with the image has no ramp there.
+
+    Args:
+        start: first voxel of the window
+        length: voxels of the axis
+        native: voxels of the window
+        overlap: voxels by which neighbouring windows overlap
     """
     inward = np.clip((np.arange(native) + 0.5 - overlap / 4) / (overlap / 2), 0.0, 1.0)
     ramp = inward * inward * (3 - 2 * inward)
@@ -307,7 +357,12 @@ def axis_window(start: int, length: int, native: int, overlap: int) -> np.ndarra
 
 
 def _grid_tiles(grid: Level, labels_K: np.ndarray) -> Iterator[Tile]:
-    """Yield the tiles of an even grid that write at least one voxel of the given labels, row by row."""
+    """Yield the tiles of an even grid over a level, row by row, that write at least one voxel of some holes.
+
+    Args:
+        grid: the level
+        labels_K: numbers of these holes
+    """
     wanted_YX = np.pad(np.where(np.isin(grid.labels_YX, labels_K), grid.labels_YX, 0), grid.padding)
     along = (axis_starts(length, side, grid.overlap) for length, side in zip(grid.padded, grid.tile, strict=True))
     for row, column in product(*along):
