@@ -137,14 +137,15 @@ class ResidualCall(StatefulCall):
         return self.exchange.trace.span(f"{work} {name}", "main" if name in self.displaced else "codec", self.layer)
 
     def _received(self, name: str, x_BSGW: Tensor, rows: slice) -> Tensor:
-        """Return the whole tensor [B, S, G, D] after some of its rows have arrived: these are decoded into the kept
-        values.
+        """Decode rows that have arrived into the values that are kept of a tensor from call to call. Return all its
+        rows, [B, S, G, D].
 
-        Rows that have not arrived yet still hold older values.
+        Rows that have not arrived yet still hold older values. In a call without codes, return `x_BSGW` itself, which
+        becomes the kept values.
 
         Args:
             name: "q", "k", "v" or "o" (attention's output).
-            x_BSGW: the memory that received codes are in, or tensors that were sent as they are.
+            x_BSGW: the memory of all rows: codes of W bytes, or the tensor itself if it was sent as it is.
             rows: the rows that have arrived since the last call of this method.
         """
         ends = self.state.received

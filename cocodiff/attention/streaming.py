@@ -179,14 +179,15 @@ class Streaming(Ring):
             return torch.cat(queries, 1) if queries else None, list(flight.merged.values()) if through else []
 
     def _cross(self, flight: PiecesInFlight, piece: QueryPiece, own_BSGD: Tensor) -> None:
-        """Start sending this rank's queries to another node, and receiving those of the node that the piece belongs to.
+        """Start sending this rank's queries to ring member `piece.to`, and receiving those of `piece.of`.
 
-        Do nothing if that is this rank's own node.
+        Both are at this rank's place, on other nodes: `piece.of` on the node whose queries the piece has. Do nothing
+        for a piece of this rank's own node.
 
         Args:
             flight: the state of the call, which keeps the message.
             piece: the piece of queries.
-            own_BSGD: this rank's queries for the piece's heads.
+            own_BSGD: this rank's queries for the piece's heads, which are sent.
         """
         if piece.of != self.group:
             there = own_BSGD.new_empty(len(own_BSGD), flight.rows[piece.of], *own_BSGD.shape[2:])

@@ -128,11 +128,14 @@ class Ulysses:
         return transfer.back(self._attend_here(here["q"], here["k"], here["v"], call))
 
     def _attend_here(self, q_BSGD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, call: AttentionCall) -> Tensor:
-        """Return attention of the group's queries to the keys of all groups for this rank's heads, [B, S, G, D].
+        """Return attention of this Ulysses group's queries to all tokens, [B, S, G, D]: the group's tokens, this rank's
+        heads.
+
+        The given keys and values are the group's. If there are other groups, the ring brings theirs in.
 
         Args:
-            q_BSGD: the queries of the group's tokens.
-            k_BSGD: their keys.
+            q_BSGD: queries of the group's tokens, for this rank's heads.
+            k_BSGD: keys of the same tokens.
             v_BSGD: their values.
             call: the attention call, with masks.
         """

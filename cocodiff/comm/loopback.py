@@ -208,7 +208,8 @@ class LoopbackTransport(LaneOwner):
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: float = 120.0) -> list[T]:
     """Run `work(transport)` on a thread for each rank and return the results in rank order. Tests and trials use it.
 
-    If a rank fails, raise the exception of the first one, with the rank's number in a note.
+    If ranks fail, raise the exception of one, with its number in a note: of the lowest that failed otherwise than by
+    losing another rank, or if there is none, of the lowest.
 
     Args:
         size: number of ranks.

@@ -114,7 +114,7 @@ class Transport(ABC):
 
     rank: int  # number of this process among these ranks, from 0
     size: int  # number of these ranks
-    # None of its jobs waits for another lane.
+    # A lane is a background thread that runs jobs in order. No job of `control` waits for another lane.
     control: Lane  # runs what all ranks do together in program order: set-up, selections, gathers of outputs
     world: Group  # group of all these ranks, for jobs of the control lane
     device: torch.device  # device of the messages' tensors

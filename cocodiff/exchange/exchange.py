@@ -142,11 +142,11 @@ class Exchange(RankContext):
             raise
 
     def _all_phases(self, outgoing: Outgoing) -> Target:
-        """Send and receive all blocks of some tensors on the calling thread, a background one. Return the received
-        tensors.
+        """Send and receive all blocks of some tensors, and wait for them. Return the received tensors. A background
+        thread calls it.
 
-        The exchange is chosen by the tensors' size. TAPA's phases run one after the other, because each packs all its
-        messages in one launch. Those of other exchanges run together.
+        `name_of` says by which exchange. TAPA's two phases run one after the other, because each packs all its messages
+        in one kernel launch. The phases of other exchanges run together.
 
         Args:
             outgoing: the tensors to send.

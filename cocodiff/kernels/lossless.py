@@ -399,11 +399,13 @@ class _Strips:
         return before_T + self.until_T, sizes_at_T
 
     def strips_at(self, words_S: Tensor, begin_T: Tensor) -> Tensor:
-        """Return the place of each strip in all streams one after the other, in words of 2 bytes.
+        """Return where each strip's codes begin, int64 [strips], in words of 2 bytes from the first stream's beginning.
+
+        All blocks' streams are taken as one, one after the other. In a tile, strips follow the table of their sizes.
 
         Args:
             words_S: number of words of each strip, [strips].
-            begin_T: the places of the tiles, [tiles].
+            begin_T: the places where tiles begin, likewise, [tiles], from `tiles_at`.
         """
         before_S = words_S.cumsum(0) - words_S
         first_S = before_S[self.in_tile_S == 0][self.tile_S]

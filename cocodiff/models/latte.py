@@ -191,9 +191,11 @@ class LatteModel(ShardedModel):
     def _in_slices(
         self, block: int, temporal: bool, forward: Forward, given: Arguments, positions: Tensor | None
     ) -> Tensor:
-        """Run a block on each slice of this rank's frames or places, once that has arrived, and send the results.
+        """Run a block on this rank's frames or places slice by slice, and send the result of each slice on.
 
-        Return a tensor of the transposed output's shape, without its values, for the model to pass to the next block.
+        Spatial blocks run on this rank's frames, temporal ones on its places. Each slice is waited for before its run.
+        Results travel by the transpose to the next block. So the return value is a stand-in for the model to pass on:
+        NaN in the shape of the transposed output.
 
         Args:
             block: the block's number among its kind.

@@ -229,10 +229,11 @@ class Division:
 
     @property
     def first_s(self) -> float:
-        """The seconds that a replica's first batch takes longer than later ones: one step of each preset, or 0.
+        """The seconds that a replica's first batch takes longer than later ones: a step of each of the job's presets,
+        or 0.
 
-        It is a step if two parts of the ranks compute guidance's two calls of the model, one each. In the first step
-        both parts compute both calls, to learn how many calls a step has.
+        It is 0 unless guidance's two calls of the model run at once, each on half of the replica's ranks. In the first
+        step both halves compute both calls, to learn how many calls a step has.
         """
         in_turn = self.partition.guidance > 1 and self.cases[0].branches > 1
         return sum(step.step_s for step in self.steps if in_turn)

@@ -198,16 +198,16 @@ def stream_seconds(
 ) -> float:
     """Return the seconds of an attention call by streaming attention, in the order in which `streaming.py` works.
 
-    A call is cut into pieces. During attention to one, the next one's queries are gathered, the previous one's partial
-    results are reduced, and others cross nodes.
+    Queries are sent in pieces. While a rank's keys are attended to with one, queries of the next are gathered, the
+    results of the one before are reduced, and queries and results of others cross nodes.
 
     Args:
-        blocks: attention to a piece, as a multiple of attention to one block.
+        blocks: attention of a piece's queries to this rank's keys, as a multiple of `a_block`.
         pieces: number of pieces.
         gather_s: seconds in which a piece's queries are sent on a node.
         reduce_s: seconds in which its partial results return on a node.
-        cross_s: seconds in which either is sent across nodes.
-        a_block: seconds of attention to one block.
+        cross_s: seconds in which a piece's queries, or its results, are sent to another node.
+        a_block: seconds of attention of one Ulysses group's queries to one group's keys.
     """
     at = gather_s
     for number in range(pieces):

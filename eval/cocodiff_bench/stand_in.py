@@ -235,7 +235,11 @@ class Blocks(nn.Module):
     """
 
     def __init__(self, numbers: float) -> None:
-        """Make SITES blocks with this number of weights each."""
+        """Make SITES blocks: as many layers in a row as the planner runs for a call that does not wait.
+
+        Args:
+            numbers: number of weights of each block, for instance a mean; its fraction is cut off.
+        """
         super().__init__()
         self.blocks = nn.ModuleList(Block(int(numbers)) for _ in range(SITES))
 
@@ -263,13 +267,14 @@ Interval = tuple[int, int]  # start and end in nanoseconds
 
 
 class Late(NamedTuple):
-    """The bytes that ranks sent for displaced tensors or shared weights, and the part of them that cost no time.
+    """The bytes of messages that no attention call waits for, and how many of them were hidden: sent while ranks
+    computed.
 
-    No attention call waits for these bytes. They are hidden if they are sent while the rank computes.
+    Such messages carry displaced tensors (docs/exchange.md), or weights that ranks share.
     """
 
     sent: int  # number of bytes, of all ranks
-    hidden: float  # bytes sent while the main thread did not wait; of messages partly so, in proportion to time
+    hidden: float  # those sent while the main thread did not wait; of a message in part so, in proportion to time
 
     @classmethod
     def of(cls, of_ranks: Iterable[Sequence[Span]], waited: str = "wait") -> Late:

@@ -380,8 +380,11 @@ def _attend(children: dict[int, int], stop: StopRequest) -> int:
 
 
 def new_token() -> str:
-    """Return a token for a new emulation: this process's id and start. First end the processes of emulations that were
-    killed."""
+    """End what emulations that were killed have left running, and return a token for a new one.
+
+    The token is "ID-TICKS": this process's id, and its start in clock ticks, which a later process of the same id does
+    not share.
+    """
     for token in {token for _, token in _others() if token}:
         if _began(token.partition("-")[0]) != token:
             kill_all(token, ())

@@ -195,7 +195,10 @@ class Command(NamedTuple):
         return written.is_file() and written.read_text() == self.shown
 
     def make(self) -> None:
-        """Run the command in cocodiff's own folder, unless its results are there. Raise UserError if it fails."""
+        """Run the command, unless `folder` holds its results. Raise UserError if it fails.
+
+        It runs in the folder that has the package `cocodiff`, and writes its results and its log to `folder`.
+        """
         if self.is_made:
             return
         started, folder = time.monotonic(), self.folder
@@ -230,7 +233,9 @@ def read_result(folder: Path) -> Any:
 
 
 def read_campaign(folder: Path) -> dict[str, Any]:
-    """Return the measurements that launch/campaign.pbs has made, by the names "campaign NAME" that rows have for them.
+    """Return the results of launch/campaign.pbs: the content of each bench.json, by "campaign" and its folder's name.
+
+    Rows in configs/papers name results so. Raise UserError if there are none, or for a file that is no such result.
 
     Args:
         folder: has one folder for each measurement, with its bench.json.

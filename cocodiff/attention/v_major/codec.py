@@ -446,9 +446,12 @@ class CardCall(SelectiveCall):
         return self.chosen.result().wait()
 
     def choose(self, swapped: LaneFuture[BlockSet], outgoing: Outgoing) -> BlockSet:
-        """Wait for the first phase of v, choose the rows to send, and return the blocks of v for the second phase.
+        """Choose the rows of q, k and v to send, once TAPA's first phase of v is over. Return v's blocks for its second
+        phase.
 
-        In a call that sends all tokens these are the blocks as they are, and v becomes the reference.
+        They have the chosen rows; q and k wait for the same choice (`selection`). In a call that sends all tokens
+        nothing is chosen, and the blocks are as they came. v of the tokens that this rank scores is then kept, as the
+        reference that later calls' scores compare with.
 
         Args:
             swapped: the future of the blocks that this rank holds after the first phase.
@@ -465,10 +468,10 @@ class CardCall(SelectiveCall):
         return on_card
 
     def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
-        """Return v of the card's tokens that may stay unsent, for the heads of the plane of the card's first tile: [B,
-        N, heads, D].
+        """Return the part of v by which the card's tokens are scored: [B, N, heads, D]; None on ranks that score none.
 
-        Return None on the card's other tiles, which score nothing.
+        The card's first tile scores. N are the tokens of all the card's tiles that may stay unsent. The heads are those
+        of all ranks in that tile's plane.
 
         Args:
             on_card: the blocks of v that this rank holds after the first phase.

@@ -107,12 +107,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cards:
-    """The places of the tokens that may stay unsent, card by card, for one layout, batch size and device."""
+    """The places of the tokens that V-Major may leave unsent, card by card, for one layout, batch size and device."""
 
-    among: Candidates  # the tokens among which this rank chooses
+    among: Candidates  # the tokens among which this rank chooses, in sets
     order: RowOrder  # the order in which rows are sent, with three indices for every row, see `order_of_rows`
-    tokens: tuple[int, ...]  # by rank: tokens of the card whose first tile it is that may stay; 0 for other ranks
-    single: bool  # True if every card has one tile, so that a fraction determines the number of each rank's rows
+    tokens: tuple[int, ...]  # by rank: on a card's first tile the number of such tokens of the whole card, else 0
+    single: bool  # True if every card has one tile: a fraction then gives the number of rows that each rank sends
 
     @classmethod
     def build(

@@ -391,10 +391,12 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
 
 
 def linked(topology: Topology, rank: int) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
-    """Return the ranks that a rank sends to and receives from in the trial of each kind of link that the job uses.
+    """Return (the ranks that a rank sends to, those that it receives from) for each kind of link that the job uses, for
+    the kind's trial.
 
-    Kinds are "sibling" (the other tiles of its card), "plane" (the tiles of its plane on its node) and "nic" (the ranks
-    at its place on the next and the previous node). The kinds are the same on every rank; one may have no ranks here.
+    For "sibling" both are the other tiles of the rank's card, for "plane" the other tiles of its plane on its node. For
+    "nic" it sends to the rank at its place on the next node, and receives from that on the previous one. Kinds are the
+    same on every rank; a rank may have none to send to.
     """
     on_node, size = topology.on_node[topology.places[rank].node], topology.size
     in_plane = [other for other in on_node if topology.link_class(rank, other) == "plane"]

@@ -246,12 +246,14 @@ def _read_known(stack: Stack, mask: Mask, index: int) -> tuple[np.ndarray, np.nd
 
 
 def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, float]) -> tuple[tuple[float, float], int]:
-    """Return the smallest and the largest known voxel of a stack between two intensities, as a pair, and the number of
-    known voxels beyond these.
+    """Return the smallest and the largest known voxel between two intensities, as a pair, and the number of known
+    voxels outside the two.
+
+    Known voxels are those of the stack that are not masked. If none lies between, the pair is (inf, -inf).
 
     Args:
         progress: shows the progress of reading.
-        ends: the two intensities.
+        ends: the two intensities, which count as between them.
     """
     low, high, beyond = np.inf, -np.inf, 0
     for index in progress(range(len(stack)), f"reading {stack.name} again"):

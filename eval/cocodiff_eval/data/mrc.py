@@ -116,7 +116,7 @@ def _new_header(new: NewVolume) -> np.ndarray:
 def _move(header: np.ndarray, new: NewVolume) -> None:
     """Change an MRC header, in place, to the shape of a result and to the position of its region in the input.
 
-    A cell larger than the volume stays.
+    Along an axis where the cell has not as many intervals as the input has voxels, its side and intervals stay.
     """
     (stamp, flags), intervals = header["imod"], header["intervals"].copy()
     standard = header["version"] >= FIRST_VERSION or stamp != IMOD_STAMP or flags & STANDARD_ORIGIN

@@ -107,7 +107,9 @@ def open_tiff(file: str) -> Stack:
 
 
 def check_samples(file: str, pages: Sequence[Any]) -> None:
-    """Raise UserError unless the samples of all pages of a TIFF file are intensities, and of one kind.
+    """Raise UserError unless all pages of a TIFF file have one photometric interpretation, and it is grey or RGB.
+
+    Samples of others, such as a palette's indices, are no intensities. Callers check everything else about colours.
 
     Args:
         file: the file, for the error.

@@ -122,12 +122,14 @@ def _resolution(tags: Mapping[int, Any]) -> tuple[Any, Any, int] | None:
 
 
 def _of_resolution(resolution: tuple[Any, Any, int] | None) -> Sides:
-    """Return the voxel size by the resolution tags, as `one_unit` does: the sides, the unit, and a list for remarks.
+    """Return the voxel size that a TIFF file's resolution tags give, in micrometers, as `one_unit` returns it.
 
-    A voxel's height is taken for the distance of slices.
+    That is the sides along slices, rows and columns, the unit, and a list with what was given if it is no size. The
+    tags lack the distance of slices: it is taken to equal that of rows. Without tags, or with a unit that is no length,
+    return (None, "", []).
 
     Args:
-        resolution: as `_resolution` returns it.
+        resolution: X and Y resolution, as fractions, and the number of their unit; None if there are none.
     """
     if resolution is None or resolution[2] not in MICROMETERS:
         return None, "", []
@@ -154,9 +156,9 @@ def _of_imagej(given: Mapping[str, Any], resolution: tuple[Any, Any, int] | None
 
 
 def _of_ome(xml: str) -> tuple[Sides, str]:
-    """Return the voxel size of the first image in OME-XML, as sides, unit and a list for remarks, and its description.
+    """Return (voxel size, description) of the first image in OME-XML. The size is as `one_unit` returns it.
 
-    A missing side of a voxel is taken to equal that of the axis before it, in the order x, y, z.
+    A missing side is taken to equal that of the axis before it, in the order x, y, z. Without x no size is known.
     """
     root = ElementTree.fromstring(xml)
     pixels, text = root.find("{*}Image/{*}Pixels"), root.findtext("{*}Image/{*}Description", "")

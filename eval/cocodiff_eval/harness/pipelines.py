@@ -595,8 +595,8 @@ def no_prompt(pipelines: Pipelines, transformer: Any, dtype: Any) -> Embeddings:
     """Return zero embeddings in place of a prompt's, for a pipeline saved without text encoders.
 
     If the pipeline takes a negative prompt, its embeddings are there too. They have as many tokens as the pipeline
-    gives every prompt, or one token if that is unknown. Raise UserError if the transformer's config does not give the
-    width of embeddings.
+    gives every prompt, or one token if that is unknown. Masks of tokens are a single 1. Raise UserError if the
+    transformer's config does not give the width of embeddings.
 
     Args:
         pipelines: the names of the embeddings.

@@ -326,9 +326,10 @@ class Quality:
         )
 
     def lasting(self) -> dict[str, Any]:
-        """Return the bound and all settings of the candidates, as plain data. Results depend on them.
+        """Return what results with --quality depend on, as plain data.
 
-        A job that is resumed compares them with those that it was begun with.
+        It has the bound, `slices` and `every`, and of each candidate its name and what `record.lasting` keeps of its
+        settings. A resumed job compares it with that of its beginning.
         """
         candidates = [{"name": name, **lasting(config)} for name, config in self.candidates.items()]
         return {"bound": str(self.bound), "slices": self.slices, "every": self.every, "rungs": candidates}

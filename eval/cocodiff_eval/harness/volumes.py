@@ -65,7 +65,7 @@ class Volumes(Presets):
         self.counts = [len(work.indices) * work.counted for work in self.works]
 
     def holds(self, number: int, made: Mapping[str, np.ndarray]) -> bool:
-        """Return True if the files that a unit of work wrote are unchanged on the disk.
+        """Return True if the files that a unit of work wrote are unchanged on the disk, or if it writes none.
 
         Args:
             number: index of the unit in `works`.
