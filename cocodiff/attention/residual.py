@@ -114,11 +114,13 @@ class ResidualCall(StatefulCall):
         return code_BTHW
 
     def _end(self, like_BTHW: Tensor, length: int) -> End:
-        """Return the kept values of a tensor for its first call, without contents. The newest are zero if the call is
-        coded.
+        """Allocate the buffers of what this rank keeps of a tensor between calls, at the tensor's first call.
+
+        In a coded call the newest values are zero, as both ends of the link have to predict the same. All others are
+        uninitialised.
 
         Args:
-            like_BTHW: part of the tensor or of its code, for batch, heads and device.
+            like_BTHW: some rows of the tensor or of its code, for batch, heads and device.
             length: number of rows of the whole tensor.
         """
         B, _, H, _ = like_BTHW.shape

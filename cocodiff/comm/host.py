@@ -32,7 +32,10 @@ def host_memory(size: int, device: torch.device) -> Tensor:
 
 
 class Staged:
-    """The tensors of one call on a device, and room for copies of them in a common buffer in host memory."""
+    """The tensors of one call on a device, with their places in a new buffer in host memory (pinned for accelerators).
+
+    Sent tensors are copied to it all at once (`to_host`), received ones from it one by one (`to_device`).
+    """
 
     def __init__(self, messages: Messages, device: torch.device) -> None:
         """Allocate the buffer.
@@ -45,8 +48,9 @@ class Staged:
         for tensor, _ in messages:
             starts.append(-(-(starts[-1] + tensor.nbytes) // ALIGNED) * ALIGNED)
         buffer = host_memory(starts[-1], device)
-        self.tensors = [tensor for tensor, _ in messages]
+        self.tensors = [tensor for tensor, _ in messages]  # on the device
         placed = zip(starts, messages, strict=False)
+        # for each tensor, its place in the buffer as bytes, with its peer: the message over host memory
         self.on_host = [(buffer[start : start + tensor.nbytes], peer) for start, (tensor, peer) in placed]
 
     def to_host(self) -> None:

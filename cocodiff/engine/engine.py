@@ -340,7 +340,12 @@ class Engine:
         yield replace(model, "__getstate__", self.__reduce__)
 
     def _share_vae(self) -> Iterator[Callable[[], object]]:
-        """Have ranks share the work of the pipeline's VAE. Yield, after each change, a function that undoes it."""
+        """Replace methods of the pipeline's VAE, if it has one, so that ranks share its work as the setting `vae` says.
+
+        Yield after each change a function that undoes it. So all changes are undone on exit, and those already made
+        after an error.
+        The VAE can then be neither copied nor pickled.
+        """
         vae = getattr(self._pipe, "vae", None)
         if vae is not None:
             from cocodiff.engine.decoding import share_vae

@@ -279,10 +279,10 @@ def sum_of_sizes(x: Tensor) -> Tensor:
 
 
 def beginnings(output: Any, count: int) -> Sequence[Tensor]:
-    """Return, for each tensor that a model's last block returns, its counterpart in the first block's output.
+    """Return the first block's output as the tensors that the last block's are compared with, one by one.
 
-    A counterpart is the same stream of tokens, or both streams (text and image) in one tensor where the model joins
-    them in between (FLUX.2).
+    The difference of both is what the blocks in between have changed. A model may have two streams of tokens (text and
+    image) in its first blocks and one in its last (FLUX.2): then both streams are concatenated.
 
     Args:
         output: what the first block returned: a tensor or several.

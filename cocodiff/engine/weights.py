@@ -92,8 +92,11 @@ class SplitBlock:
 
     @property
     def facts(self) -> str:
-        """The forms and digests of the parameters as text, see `facts_of`. Absent ones have those of their values when
-        they were split."""
+        """The text by which ranks check that they have the same weights: dtypes, shapes and digests of the parameters,
+        see `facts_of`.
+
+        While the block is split its parameters have no values. Then this is the text made just before splitting.
+        """
         return facts_of(("", parameter) for parameter in self.parameters) if self.whole else self._facts
 
     def check(self) -> None:

@@ -70,8 +70,10 @@ class Transfer(EncodedCall):
         self.in_stages = staged is not None and staged.pays(self.layout, self.cell_bytes(like_BLHD))
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        """Start sending tensors as `send` does, and return their futures by name. A background thread encodes them
-        first.
+        """Start sending tensors for `send`, which calls it and returns its result: the tensors' futures by name.
+
+        Subclasses override it to say when tensors are sent. Here they are sent at once. A background thread encodes
+        and packs them, so neither `post` nor `send` waits.
 
         Args:
             tensors_BLHD: the tensors, by name.

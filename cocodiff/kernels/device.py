@@ -236,8 +236,9 @@ class OwnStream:
 
 
 def used_on_current_stream(value: T) -> T:
-    """Tell the allocator that the current stream uses a value's tensors, so that their memory is not reused before.
-    Return the value.
+    """Tell the allocator that the current stream uses a value's tensors, and return the value.
+
+    Their memory is then not reused before this stream has done what it is given until they are freed.
 
     Raise TypeError for objects of other kinds than `value` lists, whose tensors would be missed.
 

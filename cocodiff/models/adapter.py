@@ -35,8 +35,10 @@ def image_segment(tokens: int) -> Segment:
 
 
 def text_segment(tokens: int) -> Segment:
-    """Return the description of a text's tokens as a part (segment) of the sequence. They are few, and some ranks may
-    have none.
+    """Return the description of a text's tokens as a part (segment) of the sequence.
+
+    They are few, and some ranks may have none. If they do not divide evenly, ranks at the back of the order in which
+    ranks get tokens have one more; of image tokens those at the front.
 
     Args:
         tokens: their number on all ranks together.

@@ -259,16 +259,18 @@ class PlannedAttention:
     def _masks_of(
         self, name: LayerName, mask: Tensor | None, batch: int, found: Followed
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the masks of all ranks' keys by name of the segment, and this rank's queries that attend to anything.
+        """Take a mask apart: return which keys of all ranks are attended to, and which of this rank's queries attend to
+        anything.
 
-        The masks are bool [B, tokens of all ranks], and empty if there is no mask. The queries are bool [B, L]; None
-        for all.
+        The keys' masks are gathered from all ranks, one for each segment of the sequence, by its name: bool [B, tokens
+        of all ranks]. Without a mask there are none. The queries are bool [B, L]; None for all.
 
         Args:
             name: name of the layer, for errors.
             mask: the call's mask for this rank's keys, as torch's function takes it.
             batch: size of the batch.
-            found: the decision about this layer.
+            found: how ranks compute this layer's attention; it has the segments, and this rank's numbers of queries and
+                keys.
         """
         if mask is None:
             return {}, None

@@ -109,8 +109,11 @@ def _is_changed(module: nn.Module) -> bool:
 
 
 def _in_one_pass(x_BLHD: Tensor, norm: Norm, rotary: Rotary) -> bool:
-    """Return True if the fused kernel can normalise and rotate this tensor: tables have its precision, no gradients are
-    wanted, and there is at least one of normalisation and rotation."""
+    """Return True if the fused kernel can normalise and rotate this tensor.
+
+    There has to be a normalisation or a rotation. The rotation's tables have to be contiguous, on the tensor's device,
+    and float32 (complex64 for layout "complex"). The head dimension has to be even, and no gradient wanted.
+    """
     if norm.epsilon is None and rotary.layout == "none":
         return False
     table = torch.complex64 if rotary.layout == "complex" else torch.float32

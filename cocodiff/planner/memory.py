@@ -142,12 +142,15 @@ def activations(case: Case) -> list[int]:
 
 
 def streamed(mesh: Mesh, heads: int) -> int:
-    """Return what streaming attention adds to a rank's activations, as a number of tensors of the rank's share.
+    """Return the number that streaming attention adds to RING in a rank's activations, in tensors of the rank's share.
+    It may be negative.
 
-    RING is counted besides. The four blocks that a ring passes on, and streaming attention does not, are taken off.
+    Added are its buffers for a piece of the queries (PIECE), each with some heads of the queries of one node's ranks,
+    and one tensor more. Taken off are four tensors of RING: k and v of two other groups. A ring passes these on; in
+    streaming attention keys and values stay.
 
     Args:
-        mesh: the mesh of Ulysses and Ring.
+        mesh: the mesh of Ulysses groups and rings.
         heads: number of all attention heads.
     """
     nodes = rounds_of(mesh)[0].shape[0]

@@ -204,13 +204,13 @@ class Stage:
 
 
 class Hop(NamedTuple):
-    """The cost of sending one tensor in one stage of an exchange."""
+    """The cost of sending one whole tensor in one stage of an exchange, on all ranks at once."""
 
     lane: str  # name of the background thread that sends the messages
-    link_s: float  # seconds of the fullest link
+    link_s: float  # seconds that the fullest link takes for all bytes that pass over it
     wait_s: float  # seconds before the first byte, however many tensors are sent together
-    packed: float  # bytes that a rank packs
-    traffic: Traffic  # its messages on all links, in units of one token for one head
+    packed: float  # bytes that the rank which packs most has to pack
+    traffic: Traffic  # all messages on all links, their sizes in cells (one token for one head) instead of bytes
     phases: int  # number of times that messages are packed, one after another
 
 

@@ -124,7 +124,8 @@ def config_of(name: str, values: Values) -> Config:
 
 
 def check_table(values: Values, topology: Topology) -> None:
-    """Raise UserError if there is no table for this machine by which the exchange `auto` chooses among the others.
+    """Raise UserError if this machine has no table for the exchange `auto`, which looks up there which of the other
+    exchanges to use.
 
     Args:
         values: the command's options, which may name a table's file.

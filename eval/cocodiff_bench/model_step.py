@@ -217,10 +217,11 @@ def check_room(shape: ModelShape, transport: Any) -> None:
 
 
 def fitting(values: Values, shape: ModelShape, topology: Topology) -> tuple[int, dict[str, Config]]:
-    """Return the number of images in one call, and the engine's settings of the variants that then fit in memory.
+    """Return the number of images in one call, and by variant the engine's settings, of the variants that then fit in
+    memory.
 
-    Settings are listed by the variants' names. The memory is that of a tile of the machine. If the machine file does
-    not say the tile's memory, these are all variants. Raise UserError if none fits.
+    The memory is that of one tile (of a GPU), as the machine file says. If it says none, all variants are returned.
+    Raise UserError if none fits.
 
     Args:
         values: the command's options. Batch 0 asks for as many images as fit.

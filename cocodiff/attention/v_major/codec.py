@@ -274,9 +274,10 @@ class SelectiveCall(StatefulCall, ABC):
         return [caches[name] for name in received]
 
     def renew_reference(self, v_BNHD: Tensor) -> None:
-        """Keep v as the reference that later scores compare with, in a call that sends all tokens.
+        """Make v the reference of its tokens, in a call that sends all tokens.
 
-        If there is a reference already, score v against it too, for the drift profile.
+        Later calls send the tokens whose v differs most from it. If there was a reference already, the change from
+        it is added to the drift profile (how far v moves from step to step).
 
         Args:
             v_BNHD: v of the N tokens that this rank scores.

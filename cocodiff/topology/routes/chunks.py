@@ -231,10 +231,12 @@ class Side:
         return slice(before + own.start, before + own.stop)
 
     def sizes(self, chosen: range) -> tuple[int, ...]:
-        """Return the number of rows that each rank has in some slices of its share, by rank.
+        """Return, for every rank, the number of rows in some slices of its share.
+
+        Every rank's share of this side is cut into `cuts` slices.
 
         Args:
-            chosen: consecutive numbers of slices, from 0 to `cuts` - 1.
+            chosen: consecutive numbers of slices, from 0 to `cuts` - 1, the same for all ranks.
         """
         return tuple(starts[chosen.stop] - starts[chosen.start] for starts in self._starts)
 

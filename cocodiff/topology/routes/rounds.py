@@ -71,8 +71,12 @@ class Grid:
 
     @property
     def rounds(self) -> int:
-        """The number of times that blocks go round all members of a node or ring: once, or once for each node's keys if
-        blocks stay on their node."""
+        """The number of times that a block goes all the way round in one attention call.
+
+        It is once if blocks pass between nodes. If they stay on their node, as TokenRing's queries do, they go round it
+        once for each node of the ring. In each round they meet the keys of one node. Those of other nodes come by a
+        grid along `NODE` alone.
+        """
         return 1 if NODE in self.along else self.shape[NODE]
 
     @cached_property

@@ -531,7 +531,12 @@ class ZarrStore:
     def _transforms(self, level: int) -> list[dict[str, Any]]:
         """Return NGFF's transformations of a level: its scale and, if there is one, its translation.
 
-        They are the input's, moved to the region's start and to the middle of the voxels that become one in this level.
+        The scale is the input's times the number of its voxels that become one along each axis. The translation is the
+        middle of the level's first voxel: the input's, plus the start of the restored region, plus half of what the
+        voxel has grown.
+
+        Args:
+            level: number of the level; 0 has the input's resolution.
         """
         lead, ndim = self.lead, self.new.ndim
         given: Mapping[str, Any] = (self.image.get("datasets") or [{}])[0]

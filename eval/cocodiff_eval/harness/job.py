@@ -364,14 +364,14 @@ def judged(
 
 
 class Trials(Presets):
-    """The way to make batches under a bound on quality.
+    """The way to make a job's batches for `--quality`: first a setting is chosen by trials, then batches are made.
 
-    Candidate settings are tried on some items of each group until one keeps the bound. Every batch is then made with
-    the setting that its task's group has chosen.
+    A setting is chosen for each group of items (all slices under a mask, or all images). It is the cheapest candidate
+    that keeps the bound on quality, tried on some of the group's items. Every batch is made with its group's setting.
 
-    Each batch on trial with a candidate is a unit of the job's queue, numbered after the batches. So replicas divide
-    trials as they divide batches, and a job that goes on does not repeat finished ones. The samples of trials are
-    stored until the job ends. Those with the chosen setting become results.
+    A trial makes some batches with a candidate. Each batch with each candidate is a unit of the job's queue,
+    numbered after the batches. So replicas divide trials as they divide batches, and a job that goes on does not repeat
+    finished ones. The samples of trials are stored until the job ends. Those with the chosen setting become results.
     """
 
     def __init__(self, job: Job, quality: Quality, store: Store) -> None:

@@ -135,18 +135,14 @@ def jumps(
 
 @dataclass(frozen=True)
 class SliceReview:
-    """One slice of a task (a stack under a mask), with all that is needed to restore it and to judge the result.
-
-    `hidden_YX` is True for known voxels that calibration samples hide too, so that errors are known there. It is all
-    False if none can be hidden, and None if the slice is to have no intervals of its own.
-    """
+    """One slice of a task (a stack under a mask), with all that is needed to restore it and to judge the result."""
 
     task: Task
     index: int  # index of the slice in the task
     original_YX: np.ndarray  # as in the input, in its dtype
     mask_YX: np.ndarray  # True for voxels to restore
-    # True for known voxels that calibration samples hide too; all False if none can be hidden, None if the slice is to
-    # have no intervals of its own
+    # True for known voxels that calibration samples restore too: their errors set the intervals of restored voxels.
+    # All False if none can be hidden. None if the slice is not calibrated by itself, as in a volume.
     hidden_YX: np.ndarray | None = None
     # cache of `given`
     _given: dict[bool, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)

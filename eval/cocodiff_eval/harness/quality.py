@@ -304,7 +304,7 @@ class Quality:
 
     @property
     def presets(self) -> dict[str, Config]:
-        """The preset of --quality, by its name, with the settings of the cheapest candidate.
+        """The stand-in for a job's presets with --quality: its preset by name, with the cheapest candidate's settings.
 
         It is for code that knows of presets only, not of candidates.
         """

@@ -176,12 +176,13 @@ class Queue:
     def __init__(self, replica: Replica, record: JobRecord, expected: int) -> None:
         """Begin the job's store on rank 0, or continue it. All ranks call it.
 
-        Raise UserError if the store is of other settings, or not visible to all replicas.
+        Raise UserError if the store was begun with other settings, or is not visible to all replicas.
 
         Args:
-            replica: this rank's replica.
+            replica: this rank's replica, the ranks that make units of work together.
             record: the job's units and settings.
-            expected: number of units that are known to be needed. These are the first ones.
+            expected: number of units, from the first on, that are sure to be needed. They set the progress bar's total
+                until `expect` is called.
         """
         self.replica, self._counts, self.store = replica, record.counts, record.output.store
         total, whole = sum(self._counts[:expected]), replica.whole

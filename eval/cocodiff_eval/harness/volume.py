@@ -226,7 +226,9 @@ class HiddenRegionReport:
         return f"{where}: mean of {'slices along ' * bool(self.axes)}{', '.join(told)} (weights)"
 
     def record(self, name: str, mask: str) -> dict[str, Any]:
-        """Return the report as an entry of `volumes` in metrics.json.
+        """Return the results of the test on hidden regions (known voxels that were masked too) as plain data.
+
+        They are an entry of `volumes` in metrics.json.
 
         Args:
             name: the input's name.

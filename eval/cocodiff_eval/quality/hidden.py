@@ -406,17 +406,18 @@ def _scattered(survey: Survey, boxes: Sequence[Box], weights: np.ndarray, rng: n
 
 
 def _start(middle: float, own: int, side: int, whole: int) -> int:
-    """Return the index, in cells, at which a hidden region begins along one axis.
+    """Return the index, in cells, at which a hidden region begins along one axis: near a wanted place.
 
-    Its middle is to lie at `middle`. The region comes no nearer to the border than its part of the mask does, as beyond
-    the last known voxel any method is worse. If that part touches the border, so does the region. A part that has no
-    other place keeps its own.
+    The region has the form of a part of the mask. It stays at least as many cells from both borders as the part does
+    from the nearer one, or RING cells if that is less. For beyond the last known voxel any method is worse. If the part
+    touches a border, the region lies at the border nearer to `middle`. If the part spans the axis (SPANNING), the
+    region begins where the part does.
 
     Args:
         middle: the wanted middle of the region.
         own: where the part of the mask begins.
-        side: the region's length.
-        whole: the axis' length.
+        side: length of the part, and so of the region.
+        whole: length of the axis.
     """
     margin, last = min(own, whole - own - side, RING), whole - side
     if side >= SPANNING * whole or last < 2 * margin:

@@ -202,10 +202,10 @@ def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, A
 
 
 def _bound(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of the choice of a setting for `--quality`, with the chosen setting's figures as texts for the
-    page.
+    """Return a record of the choice of a setting for `--quality`, as the page's template reads it.
 
-    They are under `figures`, empty if it was not tried.
+    It has a further entry, `figures`: a list with one text, the dB of each item on which the chosen setting was tried.
+    The list is empty for the exact setting, which is chosen without a trial.
 
     Args:
         record: an entry of `quality` in `metrics.json`.

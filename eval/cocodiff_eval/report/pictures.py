@@ -221,12 +221,12 @@ def window(
 ) -> tuple[float, float]:
     """Return the two intensities of an image that are shown as black and as white.
 
-    They are those of the range outside the mask. They lie wider apart if brighter or darker material lies only under
-    the mask, but not for outliers.
+    They are the ends of `scale`. If the truth under the mask is darker or brighter than these, it moves the ends
+    outwards; outliers do not.
 
     Args:
-        original_YX: the image with the truth under the mask.
-        known_YX: True for voxels whose value is known.
+        original_YX: the image, with the truth under the mask where it is known.
+        known_YX: True for voxels whose value is known: those outside the mask, and masked ones with a truth.
         mask_YX: True for masked voxels.
         scale: the range of intensities outside the mask.
     """

@@ -75,13 +75,13 @@ class Row:
     displaced: bool  # True if some attention calls did not wait for their tensors
 
     def beats(self, other: Row, by: Sequence[str] = ("volume", "exposed")) -> bool:
-        """Return True if this point is closer to the exact run than another, and not larger in any of some measures.
+        """Return True if this row's point dominates another: closer to the exact run, at costs that are no larger.
 
-        Points with another mask or number of steps are never compared.
+        Rows with another mask or number of steps are never compared, nor those without a value of a cost.
 
         Args:
-            other: the other point.
-            by: measures of `cost`.
+            other: the other row.
+            by: the keys of `cost` in which this row must not be larger.
         """
         if (self.mask, self.steps) != (other.mask, other.steps) or other.vs_exact is None:
             return False

@@ -49,8 +49,8 @@ class ShownPart:
 
     box: Box  # range of indices along z, y and x
     step: int  # distance of embedded voxels along each axis
-    told: str  # words for the page on which voxels these are
-    middle: list[int]  # indices in the part of the voxel that is shown first
+    told: str  # phrase that tells the page's reader which voxels are embedded, such as "every voxel"
+    middle: list[int]  # [z, y, x] of the voxel that is shown first, as indices of embedded voxels
 
 
 def embedded(volume: ShownVolume, room: int) -> dict[str, Any]:
