@@ -190,12 +190,13 @@ def width_of(head_dim: int, itemsize: int, bits: int | None) -> int:
 
 
 def bits_of(codec: str, first: bool, fine: bool) -> int | None:
-    """Return the number of bits per channel of a call's codes; None if its tensors are sent as they are.
+    """Return the number of bits of each channel's code in a call; None if its tensors are sent as they are.
 
     Args:
         codec: the setting: "none", "int8", "int4" or "int2".
-        first: True for a layer's first call, which has no values to predict from.
-        fine: True in the last steps of a run, which have twice the bits.
+        first: True for a layer's first call, which has no values to predict from. It has FIRST_BITS times the bits of
+            the setting, and is sent as it is if these are more than FINEST.
+        fine: True in the last steps of a run, which have twice the bits of the setting, but at most FINEST.
     """
     bits = BITS[codec]
     if bits is None:

@@ -119,7 +119,8 @@ def _sdpa(*operands: Any) -> str:
 
 
 def _attempt(call: Callable[[], Any]) -> Sequence[Tensor]:
-    """Call a function and return the tensors that it returns, in a sequence. Return an empty one if the call fails.
+    """Call a function and return the tensors that it returns, in a sequence. Return an empty one if it raises
+    RuntimeError, TypeError or AttributeError.
 
     Args:
         call: computes one tensor or several, without arguments.

@@ -474,8 +474,8 @@ def compare(division: Division, machine: str, known: Mapping[str, Document]) -> 
 
 
 def fastest_at_ends(division: Division, machine: str, rows: Sequence[Document]) -> list[str]:
-    """Return a line for every end of an unmeasured value's range at which another exact preset, or another preset of
-    all, is fastest.
+    """Return a line for every end of an unmeasured value's range at which another preset is fastest than with the
+    machine file's value: of the exact presets, or of all.
 
     Args:
         division: the plan with the machine file's values.

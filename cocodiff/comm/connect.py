@@ -93,8 +93,9 @@ class _Contact(NamedTuple):
 def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.device, str]:
     """Return a rank's device, and the name of its transport, from the settings `device` and `transport`.
 
-    Forked ranks see the same devices. If they outnumber these, they share them, and transport "auto" becomes "host". A
-    launcher's ranks may each see devices of their own.
+    Ranks may share a device if their messages can pass through the host's memory: with the transports "host" and
+    "mpi-rma", and with "auto" if they were forked. If forked ranks do share one, "auto" becomes "host". With other
+    transports, and with "auto" on a launcher's ranks, OwnRankError is raised if there are too few devices.
 
     Args:
         launch: the start of this process, with its number among the ranks of this node.

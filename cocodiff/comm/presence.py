@@ -40,7 +40,7 @@ class Presence:
     """
 
     def __init__(self, folder: Path, rank: int, local_ranks: int) -> None:
-        """Describe the folder. Nothing is written yet.
+        """Take the folder in which the job's ranks on this host write their process numbers. Nothing is written yet.
 
         Args:
             folder: the job's own, inside a folder that belongs to this user only.
@@ -67,7 +67,12 @@ class Presence:
         return cls(Path(tempfile.gettempdir()) / f"cocodiff-start-{os.geteuid()}" / word, launch.rank, local_ranks)
 
     def announce(self) -> None:
-        """Write this rank's process number to its file. If that cannot be done safely, errors will not name ranks."""
+        """Write this rank's process number (PID) to its file, where the host's other ranks see if it lives. Remove the
+        folders of this user's ended jobs.
+
+        If the folder of all jobs' folders is not this user's alone, or cannot be written, there is no file. Errors then
+        cannot say which rank died.
+        """
         with contextlib.suppress(OSError):
             self.folder.parent.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():

@@ -318,7 +318,8 @@ class RmaTransport(MpiTransport):
         return worst[0] > 1, DRAWBACKS[worst[0]]
 
     def _release(self) -> None:
-        """Free windows when all ranks are done with them. After a fault they are left until the process ends."""
+        """Free windows and communicators when all ranks are done with them. After a fault windows are left until the
+        process ends, and if a rank does not come within FREE_S, communicators too."""
         with contextlib.suppress(PeerLost, UserError):
             self.health.check()
             met, late = self._communicator.Ibarrier(), time.monotonic() + FREE_S

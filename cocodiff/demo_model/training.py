@@ -92,7 +92,8 @@ def half_plane_mask(generator: np.random.Generator, size: int) -> Mask:
 def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
     """Return a mask of a kind chosen at random, never empty, True at pixels to restore: bool [size, size].
 
-    36% are block masks, 15% other cells, 29% center masks (some shifted), the rest irregular.
+    36% are block masks, 15% random cells of other sizes and places, 29% center masks (some shifted), the rest
+    irregular. An empty mask, or one of 90% or more of the image, becomes a center mask.
     """
     kind = generator.random()
     if kind < 0.36:

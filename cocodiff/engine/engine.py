@@ -473,6 +473,9 @@ class Engine:
     def _check_model(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Raise UserError if a model is compiled by torch, or has a cache hook that does not go with the settings.
 
+        With a cache hook that does go with them, all ranks compute all calls together from now on, see
+        `GuidanceRule.stay_together`. It is called when the engine is entered and before each call of the model.
+
         Args:
             modules: pairs of name and module.
         """

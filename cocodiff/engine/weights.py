@@ -136,7 +136,8 @@ class SplitBlock:
         return [buffer[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in self._cells]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Give each parameter a tensor as its value, and its original class again.
+        """Give each parameter a tensor as its value, and the class that it had before `clear` made it an
+        AbsentParameter.
 
         Args:
             tensors: a tensor of the parameter's dtype and shape for each.

@@ -440,9 +440,11 @@ def _report(alone: Launch, ends: dict[int, End], left: str) -> int:
     order = ("mistake", "killed", "stopped", "failed", "interrupted", "lost", "stuck")
 
     def gravity(rank: int) -> tuple[int, int]:
-        """Return the sort key of a rank's bad end, by which the likely cause of the others comes first.
+        """Return the sort key of a rank that ended badly: ranks whose end is likely to have caused the others' come
+        first.
 
-        Of ranks that did not stop rank 0 comes last, since it may only have waited for the others to leave.
+        Ranks are sorted by the kind of their end, as `order` has it, and then by number. Those that were still running
+        ("stuck") are sorted by falling number, since rank 0 may only have waited for the others to leave.
         """
         return order.index(bad[rank].kind), -rank if bad[rank].kind == "stuck" else rank
 

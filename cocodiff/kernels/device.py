@@ -289,10 +289,12 @@ def digest(x: Tensor, first: int = 0) -> Tensor:
     """Return a checksum of a tensor's bits, int64 []. It depends on the position of each element, but not on the order
     of summation.
 
+    The checksums of all parts of a tensor add up to that of the whole, if they and the whole have the same unit. The
+    unit is a word of 8 bytes where the number of bytes is a multiple of 8, else an element.
+
     Args:
         x: the tensor, or a part of one.
-        first: position of the part's first element in the whole tensor, counted in elements of 8 bytes if the part's
-            bytes are a multiple of 8. The checksums of all parts then add up to that of the whole tensor.
+        first: position of the part's beginning in the whole tensor, in that unit.
     """
     flat = (torch.view_as_real(x) if x.is_complex() else x).detach().contiguous().flatten()
     size = flat.element_size()

@@ -84,11 +84,12 @@ class PlanAdapter(Adapter):
 
 
 def family_by_plan(model: Any, plan: Plan | None, families: Iterable[str]) -> Family:
-    """Return the description of a family for one model that runs by a plan. Raise UserError if there is no plan.
+    """Return the description of the family that one model is by itself, which runs by a plan. Raise UserError if there
+    is no plan.
 
     Args:
         model: the transformer.
-        plan: the user's plan; None for this project's or else diffusers' own for the model's class.
+        plan: the user's plan; None for that of the model's class: this project's, or if it has none, diffusers' own.
         families: names of the known families, for the error.
     """
     kind, plan = type(model), plan_of(model) if plan is None else plan

@@ -140,9 +140,11 @@ class LayerPlan(NamedTuple):
 class Sent:
     """The messages of one layer in attention calls of one kind, on all ranks."""
 
-    forward: Sequence[Hop] = ()  # costs of the stages in which each of q, k and v is sent
-    back: Sequence[Hop] = ()  # costs of the stages in which the output is sent back
-    stages: Seconds | None = None  # seconds of attention together with its messages, if these go in chunks
+    forward: Sequence[Hop] = ()  # stages in which one of q, k and v is sent, with the cost of each
+    back: Sequence[Hop] = ()  # stages in which the output is sent back, with the cost of each
+    # if tensors go in chunks: function from the seconds of attention to one group's keys to those of the whole call,
+    # its messages included, as `Ring.seconds`
+    stages: Seconds | None = None
 
     def __init__(self, case: Case, kind: Kind, call: CallKind) -> None:
         """Compute the messages from the settings: of the exchange's stages, of rings, and of what ranks gather.
@@ -295,8 +297,11 @@ class PlannedCall:
         return max(self._free.values(), default=0.0)
 
     def attend(self, qkv: LazyQKV, _layer_key: LayerKey) -> Tensor:
-        """Simulate one attention call, and return a tensor that stands for the output. Layers call it in place of a
-        strategy's `attend`, so the arguments are the same."""
+        """Simulate one attention call on the time line: what it computes, sends and waits for. Return NO_NUMBERS, an
+        empty tensor that stands for the output.
+
+        Layers call it in place of a strategy's `attend`, so the arguments are the same.
+        """
         times, in_stages = self._layer.times, self._sent.stages
         load(ORDERS, self._case.config.order)(qkv, self, self)
         self._wait("q", "k", "v")

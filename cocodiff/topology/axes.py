@@ -349,8 +349,8 @@ def cut(topology: Topology, ranks: tuple[int, ...], parts: int, name: str = "par
 
 
 def _slow_pairs(topology: Topology, ranks: tuple[int, ...]) -> tuple[int, int, int]:
-    """Count the pairs of these ranks on each class of slow link: (on different nodes, on one node but not on one card
-    or plane, in one plane of a node)."""
+    """Count the pairs of these ranks on each class of slow link: (on two nodes, on one node with neither card nor plane
+    in common, on two cards of a node in one plane)."""
     places = [topology.places[rank] for rank in ranks]
 
     def pairs(alike: Iterable[Hashable]) -> int:

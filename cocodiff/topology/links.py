@@ -31,11 +31,11 @@ def wires(topology: Topology) -> list[Wire]:
 
 
 def next_hops(topology: Topology, rank: int) -> dict[int, int]:
-    """Return where a rank sends a message for each other rank of its node that links reach: a dict from that rank to
-    the neighbour that a shortest path goes through first.
+    """Return the neighbour to which a rank sends a message for each other rank of its node: a dict from the receiver to
+    the first rank on a shortest path to it. Receivers that links do not reach are left out.
 
-    Of equally short paths it takes the one that goes to a tile of the same card first. The message then leaves the card
-    in the plane of its receiver.
+    Links join the tiles of a card, and those of a plane. Of equally short paths it takes the one that goes to a tile of
+    the same card first. The message then leaves the card in the plane of its receiver.
     """
     neighbours: dict[int, list[tuple[bool, int]]] = defaultdict(list)
     for a, b, kind, _ in wires(topology):

@@ -171,11 +171,12 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield (name, function) pairs for a way to compute attention in one process: a pair for every number of threads.
 
-    The way "blocks" has a pair for every number of threads and size of blocks.
+    The way "blocks" has a pair for every number of threads and size of blocks. The way "triad" computes no attention:
+    it adds tensors of its own, to measure how fast memory is, as a bound.
 
     Args:
-        way: a name in ALONE.
-        call: the tensors of the attention call. The way "triad" has its own: it measures memory, as a bound.
+        way: "naive", "blocks", "torch" or "triad", see ALONE.
+        call: the tensors of the attention call.
         values: the command's options.
     """
     runs: dict[str, Callable[[], Any]] = {}

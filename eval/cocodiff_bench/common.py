@@ -306,7 +306,8 @@ class SerialGroup:
         return getattr(self._inner, name)
 
     def send_recv(self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]) -> Any:
-        """Send and receive tensors, with one peer after the other. Return when all have arrived, with their messages.
+        """Send and receive tensors, with one peer after the other, and wait for each. Return the messages to the last
+        peer: callers wait for what a group returns, though all have arrived here.
 
         Args:
             sends: pairs of a tensor and the index of the peer that it goes to.

@@ -113,7 +113,8 @@ class RooflineAttention(LocalAttention):
         return out_BSGD
 
     def part(self, q_BTGD: Tensor, k_BUGD: Tensor, v_BUGD: Tensor, mask: Tensor | None = None) -> Partial:
-        """Wait as for `whole`. Return a partial result: an output of arbitrary numbers, and log-sum-exps of 0."""
+        """Wait as long as attention of the queries to these keys would take. Return a partial result, to be merged: an
+        output of arbitrary numbers, and log-sum-exps of 0."""
         return Partial(self.whole(q_BTGD, k_BUGD, v_BUGD, mask), torch.zeros(q_BTGD.shape[:3]))
 
 

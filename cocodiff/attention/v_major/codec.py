@@ -491,7 +491,11 @@ class CardCall(SelectiveCall):
         return scored_BNHD
 
     def _active_rows(self, on_card: BlockSet) -> BlockSet:
-        """Have rows chosen, and return the blocks of v for the second phase, with the chosen rows only.
+        """Start the choice of rows on the control lane, wait for it, and return the blocks of v for the second phase,
+        with the chosen rows only.
+
+        `self.chosen` gets the choice, or the error; q and k wait for it. Only blocks for heads of planes that this rank
+        serves are returned.
 
         Args:
             on_card: the blocks of v that this rank holds after the first phase.

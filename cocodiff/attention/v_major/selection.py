@@ -303,12 +303,12 @@ class DriftNotes:
         self._sums[step].append(scores_2BN.sum((1, 2), dtype=torch.float64))
 
     def chosen(self, step: int, tokens: int, stable: int) -> None:
-        """Add the choice of one attention call to a step.
+        """Add one attention call's choice of tokens to the counts of a step.
 
         Args:
             step: index of the step.
             tokens: number of tokens that could stay unsent.
-            stable: number of tokens that did.
+            stable: number of these that stayed unsent.
         """
         self.ensure_step(step)
         noted = self._steps[step]

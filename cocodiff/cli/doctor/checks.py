@@ -355,7 +355,10 @@ def check_overlap(facts: Facts, found: Findings) -> None:
 
 
 def check_order(facts: Facts, found: Findings) -> None:
-    """Report the trial of messages between busy streams, and the error that ended the trials if there was one."""
+    """Report the result of a trial: if messages wait for the stream that writes them, and readers for messages.
+
+    If an error ended the trials, report that instead.
+    """
     if facts.stopped:
         found.fault(facts.stopped, "trust no result of this job: try another --transport, and report the versions")
     elif facts.order is None:

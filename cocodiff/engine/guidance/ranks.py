@@ -110,10 +110,13 @@ class GuidanceRule:
         return Sharing.CALLS if self.expected > 1 and form in self.outputs else Sharing.ALIKE
 
     def _count(self, counter: StepCounter) -> None:
-        """Count a call of the model. At the first call of a step, set the expected number of the step's calls.
+        """Count a call of the model. At the first call of a step, set `expected`: how many calls the step is likely to
+        have.
+
+        That is the number of the step before, and for a run's first step that of the last run's first step.
 
         Args:
-            counter: the position of the call: run and step.
+            counter: the position of the call, run and step; it is only read.
         """
         at = counter.run, counter.step
         if at != self._at:

@@ -93,10 +93,13 @@ def tapa_plan(topology: Topology, rank: int) -> Plan:
 def _swap(topology: Topology, rank: int, places: Sequence[Place]) -> tuple[Phase, list[int]]:
     """Return (the phase in which the tiles of a card swap blocks, the ranks on other cards that this rank serves).
 
+    Each tile serves the ranks of its plane, and perhaps of planes in which its card has no tile: it passes the whole
+    card's rows on to them later. So it gets from the card's other tiles their rows for these ranks' heads.
+
     Args:
         topology: the ranks that exchange blocks.
         rank: the rank whose phase it is.
-        places: the ranks whose heads are considered.
+        places: the ranks whose heads are considered: all, or those of this node if blocks for others go another way.
     """
 
     def served_by(server: int) -> list[int]:

@@ -155,11 +155,12 @@ def _to_and_fro(places: Sequence[Place]) -> tuple[int, ...]:
 
 
 def rounds_of(mesh: Mesh, along: tuple[int, ...] = LEVELS) -> tuple[Grid, ...]:
-    """Return the grid of each ring of a mesh, by slot. The members of a ring are the mesh's Ulysses groups.
+    """Return the way of blocks round each ring of a mesh, by slot. Ring u joins the ranks at slot (index) u of all
+    Ulysses groups; its member g is that of group g.
 
     Args:
         mesh: the Ulysses groups and the rings across them.
-        along: levels (NODE, CARD, TILE) along which blocks are passed.
+        along: levels (NODE, CARD, TILE) along which blocks are passed on; without NODE they stay on their node.
     """
     places, rings = mesh.topology.places, zip(*mesh.groups, strict=True)
     return tuple(replace(Grid.of([places[rank] for rank in ring]), along=along) for ring in rings)

@@ -253,7 +253,10 @@ class Restorer:
         return cls(inpainter, session.engines, batch, values["strength"], session.replica.number)
 
     def tile_steps(self, masks_YX: Sequence[np.ndarray]) -> int:
-        """Return the denoising steps of all tiles of some slices in one mode, for the progress bar.
+        """Return the number of denoising steps of all tiles of some slices in one mode (a preset, or a candidate of
+        `--quality`), for the progress bar.
+
+        A video's slices all have the tiles of their masks' union.
 
         Args:
             masks_YX: the slices' masks, True where to restore.

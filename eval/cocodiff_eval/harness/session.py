@@ -375,7 +375,8 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
 def finish(
     session: Session, done: JobResult, records: Mapping[str, Any] | None = None, told: str = "", **report: Any
 ) -> None:
-    """Write a job's results, publish the folder and print the table. All ranks call it, and return when that is done.
+    """Write a job's results and traces, move them into the folder of --out, and print the table. All ranks call it, and
+    return when that is done.
 
     Args:
         session: the job on this rank.

@@ -473,9 +473,10 @@ class Evidence:
         return cls(truth_P[at_P], deep_P[at_P], region_P, block_P, own, errors)
 
     def errors(self, axes: Sequence[str]) -> np.ndarray:
-        """Return the errors of the model's mean over slices along some axes, float64 [P].
+        """Return the errors of the mean of the model's results over samples and axes, float64 [P]: results minus truth.
 
-        They are NaN where nothing was restored along one of the axes.
+        An axis stands for the results of slices along it. Errors are NaN where nothing was restored along one of the
+        axes.
 
         Args:
             axes: some of "z", "y" and "x", keys of `own`.

@@ -299,14 +299,15 @@ def _tiles_from_noise(grid: Level, fresh: _Holes) -> tuple[Tile, ...]:
 
 
 def _company(waiting: _Holes, grid: Level, margin: int) -> np.ndarray:
-    """Return a boolean for each hole, [K]: True for those that share a tile with the first one, the topmost.
+    """Choose the holes that get a tile together with the first one, the topmost. Return a boolean for each hole, [K].
 
-    All have at least `margin` of context in the tile. The first hole lies at the tile's upper margin. Of three
-    positions from left to right, the one with the most holes is taken.
+    They fit a tile whose upper margin ends at the first hole's top, with at least `margin` of context on each side. Of
+    three positions (the first hole in the middle, at the left margin or at the right one) the one with the most holes
+    is taken. The caller places the tile.
 
     Args:
         waiting: holes without a tile, sorted from the top
-        grid: their level
+        grid: the level that they are on
         margin: least number of voxels between a hole and the tile's border
     """
     inner = grid.native - 2 * margin
