@@ -162,6 +162,7 @@ def promptly() -> Iterator[None]:
     def give_up(*_: object) -> None:
         pytest.fail("still waiting after twenty seconds")
 
+    importlib.import_module("diffusers")  # which may take as long by itself, on a busy machine
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, 20, 1)  # and again, should it wait in a second place
     yield
