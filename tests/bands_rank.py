@@ -55,10 +55,10 @@ def main(name: str, *words: str) -> int:
 
     def work(transport: Transport) -> None:
         alone = measured(decode(vae)) if transport.rank == 0 else None
-        transport.broadcast_object(None)  # the others wait
+        transport.broadcast_value(None)  # the others wait
         image, mib, seconds = measured(decode(ShardedVAE(vae, transport)))
         digest = hashlib.sha256(image.numpy().tobytes()).hexdigest()
-        of_ranks = transport.gather_object((digest, mib, seconds))
+        of_ranks = transport.gather_values((digest, mib, seconds))
         if alone is None:
             return
         digests, of_bands, times = zip(*of_ranks, strict=True)

@@ -225,7 +225,7 @@ def test_replicas_that_keep_state_have_the_bits_of_one_replica(settings):
         part.close()
         with pytest.raises(UserError, match="the transport of this engine is closed"):
             parallelize(copy.deepcopy(models[number]), transport=part).__enter__()
-        assert not transport.closed and transport.broadcast_object(transport.rank) == 0
+        assert not transport.closed and transport.broadcast_value(transport.rank) == 0
         return outputs
 
     of_ranks = run_ranks(4, work, 120.0)
@@ -243,8 +243,8 @@ def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run
             return
         with pytest.raises(PeerLost, match="rank 3 failed: out of memory"):
             while True:
-                part.gather_object(None)
-                part.broadcast_object(None)
+                part.gather_values(None)
+                part.broadcast_value(None)
                 part.health.check()
 
     run_ranks(4, work, 60.0)

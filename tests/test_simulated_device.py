@@ -209,8 +209,8 @@ def test_messages_one_way_alone_have_a_byte_the_other_way(sim):
         to_the_next = [(x, 1)] if transport.rank == 0 else []
         from_the_last = [(x, 0)] if transport.rank == 1 else []
         group.send_recv(to_the_next, from_the_last).wait()
-        values = transport.gather_object(x.cpu().tolist())
-        return transport.broadcast_object(values)
+        values = transport.gather_values(x.cpu().tolist())
+        return transport.broadcast_value(values)
 
     with sim.devices(3) as found:
         assert run_ranks(3, work) == [[[0.0, 0.0], [0.0, 0.0], [2.0, 2.0]]] * 3

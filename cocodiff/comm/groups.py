@@ -45,7 +45,7 @@ def nodes_to_tell_apart(transport: LaneOwner) -> Sequence[Any]:
     The result becomes `LaneOwner.node_of`.
     """
     return (
-        transport.all_gather_object(socket.gethostname(), "the names of nodes") if transport.library in STAGED else ()
+        transport.all_gather_values(socket.gethostname(), "the names of nodes") if transport.library in STAGED else ()
     )
 
 

@@ -188,7 +188,7 @@ class Transport(ABC):
         self.control.submit(lambda: found.append(job())).wait()
         return found[0]
 
-    def gather_object(self, value: Any, at: str = "gather_object") -> list[Any] | None:
+    def gather_values(self, value: Any, at: str = "gather_values") -> list[Any] | None:
         """Return the list of all ranks' values on rank 0, and None on the other ranks. All ranks call this.
 
         It blocks, and is for set-up and results.
@@ -199,7 +199,7 @@ class Transport(ABC):
         """
         return self.blocking(lambda: gather_values(self.host_world, value), at)
 
-    def broadcast_object(self, value: Any, at: str = "broadcast_object") -> Any:
+    def broadcast_value(self, value: Any, at: str = "broadcast_value") -> Any:
         """Return rank 0's value on every rank. All ranks call this; the values of the others are not used.
 
         Args:
@@ -208,7 +208,7 @@ class Transport(ABC):
         """
         return self.blocking(lambda: broadcast_value(self.host_world, value), at)
 
-    def reduce_object(self, value: Any, merge: Callable[[list[Any]], T], at: str) -> T:
+    def reduce_values(self, value: Any, merge: Callable[[list[Any]], T], at: str) -> T:
         """Merge all ranks' values on rank 0, and return the result on every rank. All ranks call this.
 
         Args:
@@ -216,18 +216,18 @@ class Transport(ABC):
             merge: makes the result of the list of all values, in the order of ranks. It runs on rank 0 alone.
             at: name of the call, which errors report if other ranks make another call.
         """
-        of_ranks = self.gather_object(value, at)
-        found: T = self.broadcast_object(None if of_ranks is None else merge(of_ranks), at)
+        of_ranks = self.gather_values(value, at)
+        found: T = self.broadcast_value(None if of_ranks is None else merge(of_ranks), at)
         return found
 
-    def all_gather_object(self, value: Any, at: str = "all_gather_object") -> list[Any]:
+    def all_gather_values(self, value: Any, at: str = "all_gather_values") -> list[Any]:
         """Return the list of all ranks' values, in the order of ranks, on every rank. All ranks call this.
 
         Args:
             value: this rank's plain data, see `objects.as_bytes`.
             at: name of the call, which errors report if other ranks make another call.
         """
-        return self.reduce_object(value, list, at)
+        return self.reduce_values(value, list, at)
 
     @abstractmethod
     def close(self) -> None:

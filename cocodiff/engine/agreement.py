@@ -49,7 +49,7 @@ def check_agreement(values: dict[str, Any], transport: Transport, at: str, wande
         wandering: names of operations that gave other bits when they were repeated on some rank, for the error.
     """
     own = [Compared((name, form(value), _bits(value)), described(value)) for name, value in values.items()]
-    message = transport.reduce_object(own, disagreement, at)
+    message = transport.reduce_values(own, disagreement, at)
     if message is not None:
         repeated = f"; {', '.join(wandering)} differ when repeated here: send one rank's to all" * bool(wandering)
         raise UserError(message + repeated)

@@ -113,7 +113,7 @@ class OneRankVAE(SharedVAE):
 
     def _image(self, z: Tensor, **options: Any) -> Tensor:
         image = self._decode(z, return_dict=False, **options)[0].cpu() if self._transport.rank == 0 else None
-        whole: Tensor = self._transport.broadcast_object(image, "the VAE's image")
+        whole: Tensor = self._transport.broadcast_value(image, "the VAE's image")
         return whole.to(z.device)
 
 
@@ -281,7 +281,7 @@ def tensors_of_all(own: list[Tensor], transport: Transport, like: Tensor, at: st
         like: a tensor on the device of the results.
         at: name of the exchange, for the error if a rank does not reach it.
     """
-    of_ranks = transport.all_gather_object([(tensor.shape, tensor.dtype) for tensor in own], at)
+    of_ranks = transport.all_gather_values([(tensor.shape, tensor.dtype) for tensor in own], at)
     dtype = next(dtype for of_rank in of_ranks for _, dtype in of_rank)
     counts = [[math.prod(shape) for shape, _ in of_rank] for of_rank in of_ranks]
     sent = torch.cat([tensor.flatten() for tensor in own] or [like.new_empty(0, dtype=dtype)])

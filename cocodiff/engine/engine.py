@@ -438,7 +438,7 @@ class Engine:
         Args:
             at: name of this exchange, for the error if a rank does not reach it.
         """
-        return self.transport.reduce_object(self._own_results(), Results.merged, at)
+        return self.transport.reduce_values(self._own_results(), Results.merged, at)
 
     # What happens during a model call -------------------------------------------------------------------------------
 
@@ -525,7 +525,7 @@ class Engine:
             return
         self._tried.add((sequence, shape))
         own = try_device(local, shape, sample.device, self._new_kernels(self.config.kernels))
-        found = self.device_trial = ranks.reduce_object(own, DeviceTrial.merged, "the trial of devices")
+        found = self.device_trial = ranks.reduce_values(own, DeviceTrial.merged, "the trial of devices")
         if found.copies:
             raise UserError(f"results would be wrong: {found}: use a newer driver, or --device cpu")
         if found.error > 1 and not local.in_chunks:

@@ -313,7 +313,7 @@ class PlannedModel(ShardedModel):
         """
         rows, sequence = x.shape[gather.dim], self._host.sequence
         if self._marks is not None:
-            facts = sequence.transport.all_gather_object([rows, x in self._marks])
+            facts = sequence.transport.all_gather_values([rows, x in self._marks])
             if not all(own for _, own in facts):
                 raise UserError(f"the plan gathers {name!r}, whose tokens were not cut: correct the plan")
             found = segments_of(sequence, [rows for rows, _ in facts])

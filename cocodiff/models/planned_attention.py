@@ -187,7 +187,7 @@ class PlannedAttention:
         bits = "" if own_keys else repr((key.double().sum().item(), value.double().sum().item()))
         rows = query.shape[-2], key.shape[-2]
         facts = [name, query in marks, own_keys, bits, *rows, marks.joined.get(rows[1], 1)]
-        of_ranks = self._host.sequence.transport.all_gather_object(facts)
+        of_ranks = self._host.sequence.transport.all_gather_values(facts)
         if len({tuple(facts[:4]) for facts in of_ranks}) > 1:
             raise UserError(
                 f"{name} attends to other keys on some ranks, though the plan does not cut them: correct it"

@@ -167,7 +167,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         check_results(blocks, variants, transport.rank)
         title = f"bench alltoall {size:g} MB"
         slowest, sent = common.measure_slowest(title, variants, values, transport, traces, together)
-        spans = transport.gather_object(traces["tapa"].spans if "tapa" in traces else [])
+        spans = transport.gather_values(traces["tapa"].spans if "tapa" in traces else [])
         if transport.rank == 0:
             of_tapa = [span for of_rank in spans for span in of_rank]
             of_size = rows_of(size, slowest, sent, of_tapa, bound_s(topology, blocks.packed[0].nbytes))

@@ -107,4 +107,4 @@ def run(benchmark: Any, values: Values, output: OutputFolder, transport: Any) ->
         if transport.rank == 0 and not isinstance(error, OwnRankError):
             (output.final / REFUSED).write_text(f"{error}\n")
         raise
-    transport.broadcast_object(None)
+    transport.broadcast_value(None)

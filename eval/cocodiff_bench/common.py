@@ -100,7 +100,7 @@ def meet(transport: Any) -> None:
     Args:
         transport: this rank's connection to the other ranks.
     """
-    transport.all_gather_object(None)
+    transport.all_gather_values(None)
 
 
 def measure_in_turns(
@@ -179,7 +179,7 @@ def measure_slowest(
     seconds = measure_in_turns(title, variants, values, transport, barrier=barrier, traces=traces.values())
     slowest = of_slowest_rank(seconds, transport)
     own = {name: trace.bytes() for name, trace in traces.items()}
-    of_ranks, calls = transport.gather_object(own) or [own], values["repeats"]
+    of_ranks, calls = transport.gather_values(own) or [own], values["repeats"]
     sent = {name: {link: sum(one[name][link] for one in of_ranks) // calls for link in LINK_CLASSES} for name in own}
     return slowest, sent
 
@@ -193,7 +193,7 @@ def of_slowest_rank(seconds: Mapping[str, list[float]], transport: Any) -> dict[
         seconds: this rank's measurements by variant, in the same order on all ranks.
         transport: this rank's connection to the other ranks.
     """
-    of_ranks = transport.gather_object(seconds) or [seconds]
+    of_ranks = transport.gather_values(seconds) or [seconds]
     return {name: [max(turn) for turn in zip(*(one[name] for one in of_ranks), strict=True)] for name in seconds}
 
 

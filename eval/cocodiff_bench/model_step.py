@@ -290,7 +290,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             behind = {key_of(*of): one for of, one in built.items() if of[1].displaced or one.shares}
             seconds |= {key: one.last_s[-values["repeats"] :] for key, one in behind.items()}
             slowest = common.of_slowest_rank(seconds, transport)
-            records = {key: transport.gather_object(one.record) for key, one in behind.items()}
+            records = {key: transport.gather_values(one.record) for key, one in behind.items()}
             if transport.rank == 0:
                 case = f"{shape.name} {size}x{size} {world}, link efficiency {efficiency:g}"
                 hidden = {

@@ -340,7 +340,7 @@ def errors_of(output: Tensor, expected: Tensor, reference: Tensor, transport: An
     """
     off, beside = output.float() - expected, output.float() - reference.float()
     own = [float(off.abs().max()), float(off.norm() / expected.norm()), float(beside.norm() / expected.norm())]
-    largest = [max(of_ranks) for of_ranks in zip(*(transport.gather_object(own) or [own]), strict=True)]
+    largest = [max(of_ranks) for of_ranks in zip(*(transport.gather_values(own) or [own]), strict=True)]
     return dict(zip(("max_abs_error", "relative_error", "relative_to_exact"), largest, strict=True))
 
 
@@ -385,7 +385,7 @@ def with_codecs(values: Values, transport: Any) -> dict[str, Config]:
     if scale:
         mine = None if transport.rank else measured_device(topology.size, tokens, values["heads"] * HEAD_DIM)
         slower = slowed(topology.machine, scale)
-        topology = replace(topology, machine=replace(slower, device=transport.broadcast_object(mine)))
+        topology = replace(topology, machine=replace(slower, device=transport.broadcast_value(mine)))
     work = AttentionWork(values["heads"], HEAD_DIM, segments, itemsize=DTYPES[values["dtype"]].itemsize)
     found = {name: with_codec_chosen(config, topology, work) for name, config in configs.items()}
     where = f" (links {scale:g} times slower, arithmetic as measured on this host)" if scale else ""

@@ -207,7 +207,7 @@ def measure_shape(
     variants: dict[str, Callable[[], None]] = {name: partial(whole, name, one) for name, one in engines.items()}
     seconds = common.measure_in_turns("bench step", variants, values, transport, units=values["steps"])
     sent = bytes_of_steps(engines, values)
-    of_ranks = transport.gather_object(most) or [most]
+    of_ranks = transport.gather_values(most) or [most]
     title = f"{shape.name} {values['size'][0]}x{values['size'][0]} batch {values['batch']}, {transport.size} ranks"
     references = common.compared_with(engines, "library", "flat")
     found = common.rows(title, common.of_slowest_rank(seconds, transport), sent, references)

@@ -183,28 +183,28 @@ def check_groups(transport: Transport) -> None:
 
 
 def check_objects(transport: Transport) -> None:
-    gathered = transport.gather_object({"rank": transport.rank, "text": "x" * transport.rank})
+    gathered = transport.gather_values({"rank": transport.rank, "text": "x" * transport.rank})
     if transport.rank == 0:
         assert gathered == [{"rank": rank, "text": "x" * rank} for rank in range(transport.size)]
     else:
         assert gathered is None
     word = ("from", 0, [1.5]) if transport.rank == 0 else None
-    assert transport.broadcast_object(word) == ("from", 0, [1.5])
+    assert transport.broadcast_value(word) == ("from", 0, [1.5])
 
 
 def check_parts_go_their_own_ways(whole: Transport, part: Transport) -> None:
     """One part makes more calls than the other; they, and the whole, have their messages to themselves."""
     in_first = part.run_ranks == PARTS[0]
     for number in range(5 if in_first else 2):
-        assert part.gather_object((part.rank, number)) == (None if part.rank else [(0, number), (1, number)])
-        assert part.broadcast_object((part.run_ranks, number)) == (part.run_ranks, number)
+        assert part.gather_values((part.rank, number)) == (None if part.rank else [(0, number), (1, number)])
+        assert part.broadcast_value((part.run_ranks, number)) == (part.run_ranks, number)
         own = float(part.run_ranks[part.rank])
         assert part.control.submit(lambda own=own: total_over(part.world, own)).wait() == sum(part.run_ranks)
     check_objects(whole)
     part.close()
     of_part = SubTransport(part, [part.rank])
     assert part.closed and of_part.closed and not whole.closed
-    assert whole.broadcast_object(whole.rank) == 0
+    assert whole.broadcast_value(whole.rank) == 0
 
 
 def check_one_thread_looks_for_messages() -> None:

@@ -25,8 +25,8 @@ def disagree(transport: Transport, sent: int, awaited: int) -> None:
     sends = [(torch.zeros(sent, dtype=torch.uint8), 2)] if transport.rank == 1 else []
     recvs = [(torch.zeros(awaited, dtype=torch.uint8), 1)] if transport.rank == 2 else []
     transport.lane("plane").submit(lambda: group.send_recv(sends, recvs).wait()).wait()
-    transport.gather_object("done")
-    transport.broadcast_object("done")
+    transport.gather_values("done")
+    transport.broadcast_value("done")
 
 
 def main() -> int:

@@ -49,13 +49,13 @@ def work(inherited: list[tuple[str, int]], transport: Transport) -> None:
     group.barrier()
     addresses = [address for address in listening() if address not in inherited]  # of the launcher's
     strangers = disturb(addresses)
-    every = transport.gather_object(addresses)
+    every = transport.gather_values(addresses)
     for number in range(3):
         again = transport.group(range(transport.size))
         parts = [torch.empty(1000) for _ in range(transport.size)]
         again.all_gather(torch.full((1000,), float(transport.rank + number)), parts).wait()
         assert [part.unique().tolist() for part in parts] == [[float(r + number)] for r in range(transport.size)]
-        assert transport.broadcast_object({"from": transport.rank}) == {"from": 0}
+        assert transport.broadcast_value({"from": transport.rank}) == {"from": 0}
     if every is not None:
         print(json.dumps([address for of_rank in every for address in of_rank]), flush=True)
     for stranger in strangers:

@@ -191,7 +191,7 @@ def test_doctor_checks_its_own_messages() -> None:
         ("flipped", "rank 2 failed: received other bytes than rank 1 sent to it: message 4 between them on lane"),
         (
             "lost",
-            "rank 0 has gone on to broadcast_object: a message to it was lost; it waits for a message from rank 1;",
+            "rank 0 has gone on to broadcast_value: a message to it was lost; it waits for a message from rank 1;",
         ),
     ],
 )

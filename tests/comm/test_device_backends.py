@@ -106,7 +106,7 @@ def test_groups_are_all_to_alls_by_default_where_batches_are_posted_one_by_one(m
 def test_nodes_are_asked_for_where_a_library_passes_groups_across_nodes_through_the_host(monkeypatch, library):
     """By the names of hosts, as oneCCL does. The group of another node's rank is not the node's."""
     others = ["another node"]
-    monkeypatch.setattr(torch_dist.TorchDistTransport, "all_gather_object", lambda _, own, at: [own, *others])
+    monkeypatch.setattr(torch_dist.TorchDistTransport, "all_gather_values", lambda _, own, at: [own, *others])
     monkeypatch.setattr(dist, "get_backend", lambda: library)
     monkeypatch.setattr(torch_dist, "gloo_group", lambda members, rank: new_group(members, "gloo"))
     torch_dist.initialise("gloo", dist.HashStore(), 0, 1, CPU)

@@ -262,7 +262,7 @@ class Run:
 names = st.sampled_from(("attention a", "attention b", "set-up"))
 calls = st.lists(st.builds(Call, names, st.sampled_from(PARTS)), max_size=8)
 how = {
-    "program": calls.map(lambda program: [*program, Call("broadcast_object", ALL)]),
+    "program": calls.map(lambda program: [*program, Call("broadcast_value", ALL)]),
     "order": st.permutations(range(SIZE)),
     "pauses": st.lists(st.sampled_from((0.0, 0.2, 0.4)), min_size=1, max_size=5),
     "rank": st.integers(0, SIZE - 1),
@@ -346,7 +346,7 @@ def test_who_waits_for_a_rank_that_waits_itself_is_not_named() -> None:
 @pytest.mark.parametrize(("heard_s", "named"), [(4.0, None), (10.5, 2), (0.0, 2)])
 def test_a_rank_behind_is_judged_by_what_its_last_heartbeat_told(heard_s, named):
     """The others may have waited for longer than that tells: it has lost a message if it waits, and hangs if not."""
-    gathers = Progress({ALL: 3}, "gather_object", ALL, 11.0, 11.1)
+    gathers = Progress({ALL: 3}, "gather_values", ALL, 11.0, 11.1)
     found = find_stalled({0: gathers, 1: gathers, 2: Progress({ALL: 2}, "exchange", ALL, heard_s, 12.0)}, 10.0, 10.0)
     assert (found and found[0]) == named
     assert found is None or ("was lost" if heard_s else "has not gone on from exchange") in found[1]

@@ -26,6 +26,7 @@ UNPICKLE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 OBJECT_CALLS = {
     "all_gather_object",
     "broadcast_object_list",
+    "gather_object",
     "recv_object_list",
     "scatter_object_list",
     "send_object_list",
@@ -46,7 +47,7 @@ def unsafe(path: Path) -> list[str]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         whole, keywords = ast.unparse(node.func), {one.arg: ast.unparse(one.value) for one in node.keywords}
-        if node.func.attr in OBJECT_CALLS or whole == "dist.gather_object":
+        if node.func.attr in OBJECT_CALLS:
             found.append(whole)
         if whole == "torch.load" and keywords.get("weights_only") != "True":
             found.append("torch.load without weights_only")

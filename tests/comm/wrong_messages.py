@@ -57,7 +57,7 @@ def work(fault: str, transport: Transport) -> None:
         transport.health.arrive("exchange")
         parts = [torch.empty(33) for _ in range(RANKS)]
         transport.lane("plane").submit(lambda into=parts: group.all_gather(torch.ones(33), into).wait()).wait()
-    transport.broadcast_object("done")
+    transport.broadcast_value("done")
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ def work(transport: Any) -> None:
     alive = sum(isinstance(thing, transformers.PreTrainedModel) for thing in gc.get_objects())
     parts = [name for name, part in model.pipe.components.items() if part is not None]
     sums = {name: float(torch.as_tensor(value).double().sum()) for name, value in model.prompts[0].items()}
-    told = transport.gather_object({"read": read, "alive": alive, "parts": sorted(parts), "sums": sums})
+    told = transport.gather_values({"read": read, "alive": alive, "parts": sorted(parts), "sums": sums})
     if told is not None:
         print(json.dumps(told))
 

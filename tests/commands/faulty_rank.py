@@ -23,7 +23,7 @@ def interrupt() -> None:
 
 
 def work(fault: str, transport: Any) -> None:
-    transport.broadcast_object("met")
+    transport.broadcast_value("met")
     if transport.rank == 1:
         if fault == "exception":
             raise RuntimeError("the disk is on fire")
@@ -44,7 +44,7 @@ def work(fault: str, transport: Any) -> None:
         end_oddly(fault, transport)
         return
     for _ in range(1000):
-        transport.gather_object(transport.rank)
+        transport.gather_values(transport.rank)
         transport.health.check()  # a rank that puts its part and waits for nobody would go on to the last one
         time.sleep(0.05)
 
@@ -86,7 +86,7 @@ def run_script(fault: str, transport_name: str, folder: Path) -> None:
     said = os.open(folder / str(transport.rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    transport.broadcast_object("met")
+    transport.broadcast_value("met")
     if transport.rank == 0:
         if fault == "exit":  # out of an engine's block
             transport.health.fail("SystemExit: 3")
@@ -94,7 +94,7 @@ def run_script(fault: str, transport_name: str, folder: Path) -> None:
         raise RuntimeError("the disk is on fire")
     print("said before")
     while True:
-        transport.broadcast_object("more")
+        transport.broadcast_value("more")
 
 
 def main() -> int:

@@ -98,7 +98,7 @@ def test_codec_auto_goes_by_the_emulated_links(monkeypatch, capsys, scale, codec
         monkeypatch.setenv("COCODIFF_EMULATED", json.dumps({"machine": "aurora", "nodes": 1, "scale": scale}))
     words = ("--only", "ours", "--preset", "ahead", "split", "--machine", "aurora")
     values = parse("bench peers", "", with_settings(bench_peers.OPTIONS), words)
-    alone = SimpleNamespace(rank=0, size=12, broadcast_object=lambda value: value)
+    alone = SimpleNamespace(rank=0, size=12, broadcast_value=lambda value: value)
     assert [config.codec for config in with_codecs(values, alone).values() if config.arrival != "now"] == [codec]
     assert capsys.readouterr().out.startswith(f"ahead: codec auto: {codec}; predicted ms a layer: none ")
 

@@ -247,7 +247,7 @@ def test_a_mistake_is_said_once_under_a_launcher(request_words: list[str], tmp_p
 
 
 LEAVES = "left the run"
-HANGS = "has not gone on from broadcast_object"
+HANGS = "has not gone on from broadcast_value"
 DIES = "died: its connection closed"
 
 

@@ -29,7 +29,7 @@ from cocodiff.config.config import Config
 from cocodiff.jobs.ranks import run_ranks
 
 STAND_IN = "from cocodiff.cli.doctor import trials"
-STAND_IN += "; trials.report_pair = lambda ranks, *_: [ranks.library, ranks.all_gather_object(ranks.rank)]"
+STAND_IN += "; trials.report_pair = lambda ranks, *_: [ranks.library, ranks.all_gather_values(ranks.rank)]"
 command.python_words = lambda code: launch.python_words(f"{STAND_IN}; {code}")
 VALUES = {"device": "cpu", "messages": "auto", "patience_s": 100.0, "timeout_s": 60.0}
 
@@ -146,7 +146,7 @@ def test_ranks_of_mpiexec_start_a_job_of_its_own_by_mpiexec() -> None:
 def asked(trial: str, how: Launch, size: int, rank: int = 0, **of_transport: Any) -> Any:
     """The answer of a trial on some rank of a job that was started so."""
     transport = SimpleNamespace(size=size, rank=rank, library="xccl", one_thread=True, health=Health())
-    transport.all_gather_object = lambda *_: None
+    transport.all_gather_values = lambda *_: None
     for name, value in of_transport.items():
         setattr(transport, name, value)
     return command.ask(trial, transport, how, VALUES | LIMITS)

@@ -128,7 +128,7 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
         say(f"{'healthy' if healthy else 'not healthy'}: {looked}; {where}")
     if facts.stopped:
         raise OwnRankError(facts.stopped)
-    verdict.append(transport.broadcast_object(healthy))
+    verdict.append(transport.broadcast_value(healthy))
 
 
 # Facts ----------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
         with step("waiting for the nodes' SYCL kernels", compile_s + usual_s, COMPILE_REMEDY):
-            transport.all_gather_object(None, "SYCL kernels")
+            transport.all_gather_values(None, "SYCL kernels")
         pair = ask("pair", transport, launch, values)
         with step("making a group of all ranks"):
             group = transport.group(range(transport.size), TOGETHER[values["messages"]])
@@ -176,7 +176,7 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
         with step("messages between streams that are kept busy"):
             order = trials.order(transport, group)
         with step("gathering the facts of all ranks"):
-            ranks = transport.gather_object(own) or [own]
+            ranks = transport.gather_values(own) or [own]
         alltoalls = trials.all_to_alls(transport, group, step)
         with step("messages beside other work"):
             overlap = trials.overlap(transport, group)
@@ -292,7 +292,7 @@ def ask(trial: str, transport: Any, launch: Launch, values: dict[str, Any]) -> S
                 output = run([*start, *words], timeout=limit_s).stdout
             except (OSError, subprocess.TimeoutExpired) as error:
                 output = getattr(error, "strerror", f"no end within {limit_s:g} s").encode()
-        transport.all_gather_object(None, trial)
+        transport.all_gather_values(None, trial)
     lines = [line.partition(REPORT) for line in output.decode(errors="replace").strip().splitlines()]
     return [json.loads(told) for _, found, told in lines if found], [line for line, found, _ in lines if not found][-1:]
 

@@ -169,7 +169,7 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
         if bad and not words:
             words.append(f"rank {me} got other numbers than were sent from {sorted({*bad})}")
     own = (times[0], words[:1])
-    of_ranks = transport.gather_object(own) or [own]
+    of_ranks = transport.gather_values(own) or [own]
     wrong = tuple(word for _, said in of_ranks for word in said)
     return AllToAll(str(dtype).removeprefix("torch."), size, max(seconds for seconds, _ in of_ranks), wrong, at_once)
 
@@ -201,7 +201,7 @@ def overlap(transport: Transport, group: Group) -> Overlap:
 
     def slowest(begin: Callable[[], Any]) -> float:
         _, own = timed(group, device, begin)
-        return transport.reduce_object(own, max, "the slowest rank")
+        return transport.reduce_values(own, max, "the slowest rank")
 
     exchange().wait()
     alone = min(slowest(exchange) for _ in range(REPEATS))
@@ -385,7 +385,7 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
                 timed(group, device, call)  # not counted
                 times = [timed(group, device, call) for _ in range(REPEATS)]
                 own = [*map(statistics.median, zip(*times, strict=True))]
-                of_ranks = transport.gather_object(own) or [own]
+                of_ranks = transport.gather_values(own) or [own]
             found.append(CallTiming(name, length, 2 * peers, *map(max, zip(*of_ranks, strict=True))))
     return found
 
@@ -426,7 +426,7 @@ def links(transport: Transport, group: Group, topology: Topology, step: Step = n
             exchange = partial(group.all_to_all, sends, recvs)
             with step(f"messages of {length} bytes over links of kind {kind}"):
                 times = [timed(group, device, exchange)[1] for _ in range(REPEATS + 1)]  # the first is not counted
-                seconds = transport.reduce_object(statistics.median(times[1:]), max, "the slowest rank")
+                seconds = transport.reduce_values(statistics.median(times[1:]), max, "the slowest rank")
             on_fullest = length * max(of_nics.values()) if kind == "nic" else length
             found.append(LinkTrial(kind, on_fullest, 2 * max(1, len(peers[0])), seconds))
     return found

@@ -410,7 +410,7 @@ class Trials(Presets):
         while trials := [(group, trial) for group in groups if (trial := group.next(self.quality)) is not None]:
             self._make(trials, queue)
             found = [self._figures(group, trial) for group, trial in (trials if whole.rank == 0 else [])]
-            for (group, trial), figures in zip(trials, whole.broadcast_object(found), strict=True):
+            for (group, trial), figures in zip(trials, whole.broadcast_value(found), strict=True):
                 group.figures.setdefault(trial.candidate, {}).update(figures)
                 if whole.rank == 0:
                     queue.bar.say(f"quality: {group.line(self.quality, trial)}")

@@ -386,7 +386,7 @@ def _load_on_ranks(
     """
     first = transport.rank == 0
     pipe = _load_denoiser(request, wanted) if first else None
-    transport.broadcast_object(None)  # files of the hub have been downloaded once
+    transport.broadcast_value(None)  # files of the hub have been downloaded once
     if pipe is None:
         pipe = _load_denoiser(request, wanted)
     elif transport.device.type == "cpu":
@@ -395,7 +395,7 @@ def _load_on_ranks(
             say(line)
     guidance = request.guidance
     if encoders_of(request.index):
-        prompts = transport.broadcast_object(_encode_prompts(request, pipe, wanted, transport) if first else None)
+        prompts = transport.broadcast_value(_encode_prompts(request, pipe, wanted, transport) if first else None)
     else:
         guidance = 1.0 if guidance is None else guidance
         prompts = [no_prompt(request.pipelines, pipe.transformer, wanted)] * max(1, len(request.prompts))

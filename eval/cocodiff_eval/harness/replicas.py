@@ -128,7 +128,7 @@ class Replica:
         free = iter(numbers)
         while True:
             own = next((number for number in free if claim(number)), None) if self.leads else None
-            number = self.transport.broadcast_object(own)
+            number = self.transport.broadcast_value(own)
             if number is None:
                 return
             yield number
@@ -145,7 +145,7 @@ class Replica:
         """
         if self.count == 1:
             return
-        seen = self.whole.all_gather_object(not self.leads or _appears(folder, patience_s))
+        seen = self.whole.all_gather_values(not self.leads or _appears(folder, patience_s))
         blind = [rank for rank, saw in enumerate(seen) if not saw]
         if blind:
             unseen = f"rank(s) {', '.join(map(str, blind))} do not see what rank 0 writes there"
@@ -189,7 +189,7 @@ class Queue:
         if whole.rank == 0:
             record.begin(total)
         begun = (self.store.finished(), self.store.open_claims()) if whole.rank == 0 else None
-        self.done, claims = whole.broadcast_object(begun)
+        self.done, claims = whole.broadcast_value(begun)
         replica.check_shared(self.store.folder / claims, record.output.out)
         self._claim = partial(self.store.claim, claims)
         self.bar = JobBar(total, record.unit, record.done, record.shows_bar)
@@ -204,7 +204,7 @@ class Queue:
         """
         missing = [number for number in numbers if number not in self.done]
         yield from self.replica.take(missing, self._claim)
-        self.replica.whole.gather_object(None)  # the bar goes on until all replicas are done
+        self.replica.whole.gather_values(None)  # the bar goes on until all replicas are done
         self.done |= {*numbers}
 
     def expect(self, numbers: Sequence[int]) -> None:

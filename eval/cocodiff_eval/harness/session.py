@@ -364,7 +364,7 @@ def open_session(prepared: Prepared, transport: Any) -> Session:
     if prepared.quality is None:  # candidates of a bound get engines when they are tried
         _ = [engines[mode] for mode in modes]
     folder = prepared.output.open() if transport.rank == 0 else None
-    transport.broadcast_object(None)  # all ranks have their model
+    transport.broadcast_value(None)  # all ranks have their model
     if folder is not None:
         replica.say_ready(prepared.started)
         for line in engines.chosen():
@@ -389,7 +389,7 @@ def finish(
     transport = session.replica.whole
     own = {mode: {**engine.trace.record(), "rank": transport.rank} for mode, engine in session.engines.items()}
     tried = [f"{mode}: {engine.device_trial}" for mode, engine in session.engines.items() if engine.device_trial]
-    told_by = transport.gather_object((own, tried)) or []
+    told_by = transport.gather_values((own, tried)) or []
     if session.folder is not None:
         records = {
             **(records or {}),
@@ -399,7 +399,7 @@ def finish(
         of_ranks = {mode: [of[mode] for of, _ in told_by if mode in of] for mode in session.engines.modes}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})
         _write_results(session, session.folder, done, records, told, report)
-    transport.broadcast_object(None)
+    transport.broadcast_value(None)
 
 
 def _write_results(

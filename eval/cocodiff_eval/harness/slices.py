@@ -85,7 +85,7 @@ class SliceJob(Job):
         restorer = self.restorers[tasks[0].steps]
         compared, self.keeps = values["exact_slices"], bool(values["keep_samples"])
         whole = session.replica.whole
-        hidden = whole.broadcast_object(find_hidden(tasks, values) if whole.rank == 0 else None)
+        hidden = whole.broadcast_value(find_hidden(tasks, values) if whole.rank == 0 else None)
         self.way = self.volumes = Volumes(session, restorer, tasks, hidden)
         self.tests = count_tests(values)
         if whole.rank == 0 and quality is None and len(self.restorers) == 1:

@@ -247,7 +247,7 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
     trainer = Trainer(tasks, values, weights, transport)
     every = max(LEAST_APART, -(-values["iterations"] // CHECKS))
     state, before = _begun(trainer, tasks, output, every) if trainer.first else (None, 0.0)
-    state = transport.broadcast_object(state)
+    state = transport.broadcast_value(state)
     if state is not None:
         trainer.load_state(state)
     total = values["iterations"]
@@ -269,7 +269,7 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
             output.store.add((step - 1) // every, ())
     if trainer.first:
         _publish(trainer, weights, output, before)
-    transport.broadcast_object(None)
+    transport.broadcast_value(None)
 
 
 def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every: int) -> tuple[Any, float]:

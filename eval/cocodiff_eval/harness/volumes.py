@@ -105,7 +105,7 @@ class Volumes(Presets):
                 bar, name = reading_bar(not self.quiet), making.task.stack.name
                 turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
                 turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
-        whole.broadcast_object(None)  # other ranks wait until the copies are made
+        whole.broadcast_value(None)  # other ranks wait until the copies are made
         trials = {number: work for number, work in enumerate(self.works, first) if isinstance(work, Trial)}
         queue.expect([*trials, *self._wanted(first)])  # all axes are expected until the test chooses among them
         tests = dict[int, Trial]()
@@ -119,7 +119,7 @@ class Volumes(Presets):
                 _run(queue, more)
                 tests |= more
                 found = [self._judged(making, more) for making in makings] if whole.rank == 0 else None
-                for making, verdict in zip(makings, whole.broadcast_object(found), strict=True):
+                for making, verdict in zip(makings, whole.broadcast_value(found), strict=True):
                     making.verdict = verdict
         wanted = self._wanted(first)
         if whole.rank == 0:
@@ -127,7 +127,7 @@ class Volumes(Presets):
                 queue.bar.say(line)
             for file in {file.path: file for work in wanted.values() for file in work.results().values()}.values():
                 file.create()
-        whole.broadcast_object(None)  # other ranks wait until the files exist
+        whole.broadcast_value(None)  # other ranks wait until the files exist
         queue.expect([*tests, *wanted])
         _run(queue, wanted)
         for number, mode, cost in self.store.rows([*tests, *wanted]) if queue.replica.leads else ():
