@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tifffile
 from cocodiff_eval.data.masks import block_mask
+from cocodiff_eval.quality.fusing import FEWEST_HIDDEN
 from cocodiff_eval.quality.hidden import hide_beside
 
 from cocodiff.cli.main import main
@@ -114,6 +115,15 @@ def test_a_quarter_of_the_samples_and_of_the_tiles_more() -> None:
     some = hide_beside(image, mask, 0, allowed)
     assert 0 < some.sum() < every.sum() and not (every & mask).any() and not (some & ~every).any()
     assert not hide_beside(image, mask, 0, lambda _: False).any()
+
+
+def test_specks_hide_enough_for_intervals() -> None:
+    """A lattice of 16 regions of four voxels would be too few to learn from."""
+    mask = np.zeros((96, 96), bool)
+    for row, column in np.random.default_rng(0).integers(4, 90, (30, 2)):
+        mask[row : row + 2, column : column + 2] = True
+    hidden = hide_beside(picture() / 65535, mask, 0, lambda _: True)
+    assert hidden.sum() >= FEWEST_HIDDEN and not (hidden & mask).any()
 
 
 def test_where_nothing_can_be_hidden_there_are_no_intervals(run: Run, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 
 from cocodiff_eval.data.reoriented import AXES
 from cocodiff_eval.data.volume import Reader, Triple
+from cocodiff_eval.quality.fusing import FEWEST_HIDDEN
 
 COARSE = 128  # most cells along a side of the grid
 REGIONS, ENOUGH = 24, 2  # most regions in a lattice, and least regions in all lattices, else the mask's parts are cut
@@ -200,8 +201,9 @@ def hide_beside(
 ) -> np.ndarray:
     """Choose known voxels of a slice to hide besides its mask, so that errors can be measured there; boolean [Y, X].
 
-    None are hidden if no region finds a place. The regions are those of the first round of `hide`. A region is left out
-    if `allowed` refuses the mask with it.
+    None are hidden if no region finds a place. The regions are those of the first round of `hide`, which stand in a
+    lattice. Where the mask's parts are so small that these hide too few voxels for intervals, regions lie anywhere. A
+    region is left out if `allowed` refuses the mask with it.
 
     Args:
         image_YX: the slice.
@@ -211,9 +213,12 @@ def hide_beside(
     """
     found_YX = np.zeros_like(mask_YX)
     survey = Survey.of(lambda _: image_YX, lambda _: mask_YX, (1, mask_YX.shape[0], mask_YX.shape[1]))
-    for piece in (piece for one in hide(survey, 1, seed, (), rounds=1) for piece in one.pieces):
-        more_YX = found_YX | Hidden((piece,), {}).mask("z", 0, lambda _: mask_YX)
-        found_YX = more_YX if allowed(mask_YX | more_YX) else found_YX
+    for one in hide(survey, 1, seed, (), rounds=2):
+        of_round_YX = np.zeros_like(mask_YX)
+        for piece in one.pieces if found_YX.sum() < FEWEST_HIDDEN else ():
+            more_YX = of_round_YX | Hidden((piece,), {}).mask("z", 0, lambda _: mask_YX)
+            of_round_YX = more_YX if allowed(mask_YX | more_YX) else of_round_YX
+        found_YX = max(found_YX, of_round_YX, key=np.sum)
     return found_YX
 
 
