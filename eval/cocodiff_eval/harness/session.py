@@ -94,7 +94,9 @@ class Prepared:
         presets = presets or (preset_configs(values) if quality is None else quality.presets)
         topology_of(values["machine"], ranks)
         check_model(request, 1, weights=not values["dry_run"])
-        output = OutputFolder(values["out"], values["overwrite"], values["resume"])
+        # A dry run writes nothing, so earlier results are no reason to refuse it.
+        replaces = values["overwrite"] or (values["dry_run"] and not values["resume"])
+        output = OutputFolder(values["out"], replaces, values["resume"])
         output.keep_apart([request.model, *filter(None, [request.image])])
         return cls(values, ranks, request, presets, output, started, quality=quality)
 
