@@ -218,8 +218,8 @@ def restore(
 def _save(array: Any, path: Path) -> None:
     """Save the volume or the mask that a caller of `restore` gives as .npy, part by part: it may be larger than memory.
 
-    Raise UserError for an array that cannot be restored, including one whose attributes declare some of its voxels
-    missing.
+    Raise UserError if the folder has no room for the array, and for an array that cannot be restored, including one
+    whose attributes declare some of its voxels missing.
 
     Args:
         array: NumPy, Zarr or Dask array, torch tensor or nested list
@@ -245,6 +245,12 @@ def _save(array: Any, path: Path) -> None:
     declared = read_declared(about if isinstance(about, Mapping) and not as_mask else {}, array.dtype, what)
     dtype, shape = np.dtype(np.uint8) if as_mask else array.dtype, tuple(map(int, array.shape))
     saved = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    try:  # without its blocks, writing to the map of a file on a full disk would end this process by SIGBUS
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        size, where = f"{saved.nbytes / 2**20:.0f} MiB", tempfile.gettempdir()
+        raise UserError(f"{what} of {size}, for which {where} has no room ({error.strerror}): set TMPDIR") from error
     for piece in _pieces(array):
         one = np.asarray(array[piece])
         saved[piece] = one != 0 if as_mask else one
