@@ -474,13 +474,25 @@ def volume_of_mask(mask_ZYX: np.ndarray, axes: str = AXES) -> Volume:
     return Volume(tuple(axes), True, True, census_of(mask_ZYX), mask_ZYX.__getitem__)
 
 
-def test_autoregressions_are_tried_where_few_cells_have_masked_voxels() -> None:
-    """Cells of 64 voxels of a large volume: 5 x 5 x 5 with a masked voxel each, against all 5 x 5 of one slab."""
+def test_autoregressions_are_tried_where_few_cells_have_large_holes() -> None:
+    """Cells of 64 voxels of a large volume: all 5 x 5 of one slab, a masked voxel in each of 125, 1331 in each."""
     mask_ZYX = np.zeros((320, 320, 320), bool)
-    mask_ZYX[70] = True
+    mask_ZYX[70] = mask_ZYX[::64, ::64, ::64] = True
     assert volume_of_mask(mask_ZYX).methods == [*METHODS]
-    mask_ZYX[::64, ::64, ::64] = True
+    near_ZYX = [np.arange(320) % 64 < 11] * 3
+    mask_ZYX[np.ix_(*near_ZYX)] = True
     assert volume_of_mask(mask_ZYX).methods == [name for name in METHODS if name not in AUTOREGRESSIONS]
+
+
+def test_holes_that_are_far_apart_are_restored_as_together() -> None:
+    """Each has a small linear system of its own; a voxel of another hole is none that is known."""
+    z, y, x = np.indices((24, 48, 48))
+    waves_ZYX = 0.5 + 0.3 * np.sin(x / 1.2 + z / 5) * np.cos(y / 2)
+    boxes = np.s_[4:6, 5:8, 6:8], np.s_[15:17, 30:33, 31:34], np.s_[8:10, 38:40, 10:12]
+    mask_ZYX = marked(waves_ZYX.shape, *boxes)
+    for side in (1, 2):
+        found = autoregression(np.where(mask_ZYX, np.nan, waves_ZYX), mask_ZYX, side)
+        assert np.abs(found - waves_ZYX).max() < 0.01
 
 
 @pytest.mark.parametrize("count", [1, 300])

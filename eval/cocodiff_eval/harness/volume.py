@@ -25,7 +25,15 @@ from cocodiff_eval.data.volume import Reader, Stack, format_shape
 from cocodiff_eval.quality.fusing import Intervals, Lead, mean_or_member, near_best, products_in_blocks, spread_about
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
 from cocodiff_eval.quality.metrics import psnr_db
-from cocodiff_eval.restore.baseline import AUTOREGRESSIONS, HARMONIC, METHODS, MOST_CELLS, SMALL, side_of_cells
+from cocodiff_eval.restore.baseline import (
+    AUTOREGRESSIONS,
+    HARMONIC,
+    METHODS,
+    MOST_CELLS,
+    SMALL,
+    SMALL_HOLE,
+    side_of_cells,
+)
 
 AUTO = "auto"  # value of `--axes` that lets the test choose
 OWN = "cocodiff"  # name, among figures, of the average that is written
@@ -74,9 +82,11 @@ class Volume:
         long."""
         masks, side = self.statistics, side_of_cells(self.statistics.shape)
         starts = [np.arange(0, length, side) for length in masks.shape]
-        rows, columns = (np.add.reduceat(of, starts[0]) for of in (masks.rows_ZY, masks.columns_ZX))
-        in_rows, in_columns = np.add.reduceat(rows, starts[1], 1) > 0, np.add.reduceat(columns, starts[2], 1) > 0
-        cells = int((in_rows.sum(axis=1) * in_columns.sum(axis=1)).sum())
+        rows_ZY, columns_ZX = (np.add.reduceat(of, starts[0]) for of in (masks.rows_ZY, masks.columns_ZX))
+        rows_ZY, columns_ZX = np.add.reduceat(rows_ZY, starts[1], 1), np.add.reduceat(columns_ZX, starts[2], 1)
+        # Of the cells along x that a count of masked voxels lies in, so many at most can hold more than SMALL_HOLE.
+        cells_ZY = np.minimum(rows_ZY // SMALL_HOLE, (columns_ZX > 0).sum(axis=1, keepdims=True))
+        cells = int(cells_ZY.sum())
         return [name for name in METHODS if cells <= MOST_CELLS or name not in AUTOREGRESSIONS]
 
     def restores(self, axes: Sequence[str]) -> bool:

@@ -6,6 +6,7 @@ autoregression. Hidden regions judge them. All take normalised images and never 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -63,6 +64,7 @@ TV_ROUNDS, TV_EDGE = 12, 0.01  # rounds of reweighting; the difference below whi
 # Of autoregressions: most voxels that coefficients are learnt from, and fewest for each coefficient; the ridge as a
 # share of the variance, and the least value of the spectrum that is inverted, as a share of its mean.
 AR_FITTED, AR_FEWEST, AR_RIDGE, AR_FLOOR = 10000, 4, 1e-3, 1e-3
+SMALL_HOLE = 1000  # most voxels of a hole whose linear system is solved directly
 Window = tuple[slice, slice, slice]  # the slices, rows and columns of a part of a volume
 # a function of an image and its mask that returns the restored image
 Solver = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -216,36 +218,93 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
 
     The restored values have the least squared errors of its predictions, summed over all voxels (Janssen, Veldhuis and
     Vries 1986). So texture and edges continue as they do elsewhere, and far from known voxels their mean is approached.
-    Voxels beyond the array's borders are unknown, as masked ones are. Masked voxels become NaN if too few voxels are
-    known with all their neighbours to learn from (`predictor`). The image may have any number of dimensions.
+    Masked voxels become NaN if too few voxels are known with all their neighbours to learn from (`predictor`). The
+    image may have any number of dimensions.
 
-    All sums are convolutions. The inverse of the spectrum is the preconditioner of the conjugate gradients.
+    Holes that no prediction reaches together do not depend on each other. They are solved one by one, unless they fill
+    most of the image.
 
     Args:
         image01: the normalised image
         mask: True where to restore; at least one voxel must be known
         side: voxels along each axis over which a prediction reaches: 1 for direct neighbours only
     """
-    from scipy.fft import irfftn, next_fast_len, rfftn
-    from scipy.sparse.linalg import LinearOperator, cg
+    from scipy import ndimage
 
     restored = np.where(mask, 0.0, image01).astype(np.float64)
     if not mask.any():
         return restored
-    mean, shape, margin = restored[~mask].mean(), mask.shape, 2 * side
-    apart, at = np.where(mask, 0.0, restored - mean), np.argwhere(mask)
+    mean = restored[~mask].mean()
+    apart = np.where(mask, 0.0, restored - mean)
     learnt = predictor(apart, mask, side)
     if learnt is None:
         return np.where(mask, np.nan, restored)
-    first, last = np.maximum(at.min(axis=0) - margin, 0), np.minimum(at.max(axis=0) + 1 + margin, shape)
-    ends = [*zip(first.tolist(), last.tolist(), strict=True)]
-    beyond = [(margin * (a == 0 < n - 1), margin * (b == n > 1)) for (a, b), n in zip(ends, shape, strict=True)]
-    window = tuple(slice(*end) for end in ends)
-    hidden, known = np.pad(mask[window], beyond, constant_values=True), np.pad(apart[window], beyond)
+    near, margin = ndimage.maximum_filter(mask, 2 * side + 1), 2 * side
+    labels, _ = ndimage.label(near, np.ones((3,) * mask.ndim))
+    boxes, (whole,) = ndimage.find_objects(labels), ndimage.find_objects(near.astype(int))
+    if 2 * sum(map(_size, boxes)) > _size(whole):  # together they take less time
+        labels, boxes = near.astype(int), [whole]
+    for number, box in enumerate(boxes, start=1):
+        window = tuple(slice(max(0, part.start - side), part.stop + side) for part in box)
+        hole = mask[window] & (labels[window] == number)
+        pairs = zip(window, mask.shape, strict=True)
+        beyond = [(margin * (part.start == 0 < n - 1), margin * (part.stop >= n > 1)) for part, n in pairs]
+        hidden, known = np.pad(hole, beyond, constant_values=True), np.pad(apart[window], beyond)
+        known[hidden] = (_solve_small if hidden.sum() <= SMALL_HOLE else _solve_large)(known, hidden, *learnt)
+        inner = tuple(slice(before, before + n) for (before, _), n in zip(beyond, hole.shape, strict=True))
+        restored[window][hole] = known[inner][hole] + mean
+    return restored
+
+
+def _size(box: Sequence[slice]) -> int:
+    """Return the number of voxels in a box, given as a slice of indices for each axis."""
+    return math.prod(part.stop - part.start for part in box)
+
+
+def _solve_small(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, weights_K: np.ndarray) -> np.ndarray:
+    """Return the values of unknown voxels with which the squared errors of all predictions are least; float64 [P].
+
+    The sum of squares is a quadratic form of the voxels. Its matrix is made of the filter's autocorrelation.
+
+    Args:
+        known: the image as differences from its mean, with 0 at unknown voxels; beyond it all are 0
+        hidden: True for the P unknown voxels
+        offsets_KD: offsets of the filter that gives the errors of predictions
+        weights_K: its weights
+    """
+    from scipy.linalg import solve
+
+    reach_D, at_PD = 2 * np.abs(offsets_KD).max(axis=0), np.argwhere(hidden)
+    correlation = np.zeros(2 * reach_D + 1)
+    apart_KKD = offsets_KD[:, None] - offsets_KD + reach_D
+    np.add.at(correlation, tuple(np.moveaxis(apart_KKD, -1, 0)), weights_K[:, None] * weights_K)
+    around = np.pad(known, [(one, one) for one in reach_D])
+    shifts_DS = np.indices(correlation.shape).reshape(known.ndim, -1)
+    right_P = around[tuple(at_PD.T[:, :, None] + shifts_DS[:, None])] @ correlation.ravel()
+    # A rim of zeros stands for voxels that no prediction reaches together.
+    apart_PPD = np.clip(at_PD[:, None] - at_PD, -reach_D - 1, reach_D + 1) + reach_D + 1
+    matrix_PP = np.pad(correlation, 1)[tuple(np.moveaxis(apart_PPD, -1, 0))]
+    return np.asarray(-solve(matrix_PP, right_P, assume_a="pos"))
+
+
+def _solve_large(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, weights_K: np.ndarray) -> np.ndarray:
+    """Return what `_solve_small` does, by conjugate gradients.
+
+    All sums are convolutions. The inverse of the spectrum is the preconditioner.
+
+    Args:
+        known: the image as differences from its mean, with 0 at unknown voxels
+        hidden: True for the P unknown voxels
+        offsets_KD: offsets of the filter that gives the errors of predictions
+        weights_K: its weights
+    """
+    from scipy.fft import irfftn, next_fast_len, rfftn
+    from scipy.sparse.linalg import LinearOperator, cg
+
     more = [(0, next_fast_len(length, True) - length) for length in hidden.shape]
-    hidden, known = np.pad(hidden, more, constant_values=True), np.pad(known, more)
-    kernel, (offsets_KD, weights_K) = np.zeros(hidden.shape), learnt
-    kernel[tuple((offsets_KD % hidden.shape).T)] = weights_K
+    unknown, known = np.pad(hidden, more, constant_values=True), np.pad(known, more)
+    kernel = np.zeros(unknown.shape)
+    kernel[tuple((offsets_KD % unknown.shape).T)] = weights_K
     power = np.square(np.abs(rfftn(kernel)))
 
     def filtered(part_P: np.ndarray, spectrum: np.ndarray) -> np.ndarray:
@@ -255,19 +314,17 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
             part_P: values of the unknown voxels; all others count as 0
             spectrum: Fourier transform of the kernel
         """
-        whole = np.zeros(hidden.shape)
-        whole[hidden] = part_P
-        return np.asarray(irfftn(spectrum * rfftn(whole), hidden.shape)[hidden])
+        whole = np.zeros(unknown.shape)
+        whole[unknown] = part_P
+        return np.asarray(irfftn(spectrum * rfftn(whole), unknown.shape)[unknown])
 
-    count, right_P = int(hidden.sum()), -irfftn(power * rfftn(known), hidden.shape)[hidden]
+    count, right_P = int(unknown.sum()), -irfftn(power * rfftn(known), unknown.shape)[unknown]
     inverse = 1.0 / np.maximum(power, AR_FLOOR * power.mean())
     by_power, by_inverse = (
         LinearOperator((count, count), partial(filtered, spectrum=one), dtype=float) for one in (power, inverse)
     )
-    known[hidden], _ = cg(by_power, right_P, rtol=1e-3, maxiter=200, M=by_inverse)
-    inner = tuple(slice(before, before + b - a) for (before, _), (a, b) in zip(beyond, ends, strict=True))
-    restored[window] = np.where(mask[window], known[inner] + mean, restored[window])
-    return restored
+    known[unknown], _ = cg(by_power, right_P, rtol=1e-3, maxiter=200, M=by_inverse)
+    return np.asarray(known[tuple(map(slice, hidden.shape))][hidden])
 
 
 def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -293,10 +350,11 @@ def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarra
         whole &= ~mask[
             tuple(slice(one + by, length - one + by) for (one, length), by in zip(ends, offset, strict=True))
         ]
-    points_PD = np.argwhere(whole) + reach
-    if len(points_PD) < AR_FEWEST * len(offsets_KD):
+    points_P = np.flatnonzero(whole)
+    if len(points_P) < AR_FEWEST * len(offsets_KD):
         return None
-    points_PD = np.random.default_rng(0).permutation(points_PD)[:AR_FITTED]
+    points_P = np.random.default_rng(0).permutation(points_P)[:AR_FITTED]
+    points_PD = np.stack(np.unravel_index(points_P, whole.shape), axis=1) + reach
     places_PK = np.ravel_multi_index(tuple((points_PD[:, None] + offsets_KD).transpose(2, 0, 1)), mask.shape)
     values_PK = apart.ravel()[places_PK]
     products_KK = values_PK.T @ values_PK / len(values_PK)
@@ -319,8 +377,8 @@ AUTOREGRESSIONS = (NEAR, FAR)
 # The methods whose mean is written where nothing can be hidden: one that is best for noise and texture with another one
 # that is best for smooth volumes, and restores what is too dense for the former.
 UNTESTED = (NEAR, FAR, SMOOTH)
-# Autoregressions take up to half a minute for each cell (`in_cells`). They are not tried if more cells than these may
-# have masked voxels.
+# Autoregressions take up to half a minute for a cell (`in_cells`) with more than SMALL_HOLE masked voxels. They are not
+# tried if there may be more such cells than these.
 MOST_CELLS = 64
 METHODS = {
     "linear across z": Method(partial(linear, axis=0), (WHOLE, 0, 0), fills=False),
