@@ -44,6 +44,7 @@ BUSY_S = 0.02  # seconds for which a stream is kept busy, many times as long as 
 ORDER_BYTES, ROUNDS = 2**16, 6
 ISSUE_BYTES = (4096, 2**16, 2**20, 2**24)
 LINK_BYTES = {"cpu": (2**16, 2**20), "other": (2**20, 2**23, 2**26)}  # of each message; on a CPU links may be emulated
+MOST_LINKED = 11  # most tiles of its plane that a rank sends to in a trial of links
 OLD_SENT, OLD_RECEIVED = 251, 252  # values in memory before a message; content is less
 READ_EARLY = "what was received is read on another stream before it is there: wait does not order that stream"
 SENT_EARLY = "a message left before the stream that writes it was through: sending does not wait for that stream"
@@ -394,17 +395,21 @@ def linked(topology: Topology, rank: int) -> dict[str, tuple[Sequence[int], Sequ
     """Return (the ranks that a rank sends to, those that it receives from) for each kind of link that the job uses, for
     the kind's trial.
 
-    For "sibling" both are the other tiles of the rank's card, for "plane" the other tiles of its plane on its node. For
-    "nic" it sends to the rank at its place on the next node, and receives from that on the previous one. Kinds are the
-    same on every rank; a rank may have none to send to.
+    For "sibling" both are the other tiles of the rank's card, for "plane" the other tiles of its plane on its node, at
+    most MOST_LINKED of them, which bounds the memory. For "nic" it sends to the rank at its place on the next node, and
+    receives from that on the previous one. Kinds are the same on every rank; a rank may have none to send to.
     """
     on_node, size = topology.on_node[topology.places[rank].node], topology.size
-    in_plane = [other for other in on_node if topology.link_class(rank, other) == "plane"]
+    in_plane = [other for other in on_node if other == rank or topology.link_class(rank, other) == "plane"]
+    at, steps = in_plane.index(rank), range(1, min(len(in_plane) - 1, MOST_LINKED) + 1)
     found: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
     if any(len(ranks) > 1 for ranks in topology.cards.values()):
         found["sibling"] = (topology.siblings(rank),) * 2
     if any(topology.link_class(0, other) == "plane" for other in topology.on_node[0]):
-        found["plane"] = (in_plane, in_plane)
+        found["plane"] = (
+            [in_plane[(at + step) % len(in_plane)] for step in steps],
+            [in_plane[at - step] for step in steps],
+        )
     if topology.nodes > 1 and size == topology.nodes * len(on_node):
         found["nic"] = [(rank + len(on_node)) % size], [(rank - len(on_node)) % size]
     return found
