@@ -66,8 +66,7 @@ TV_ROUNDS, TV_EDGE = 12, 0.01  # rounds of reweighting; the difference below whi
 AR_FITTED, AR_FEWEST, AR_RIDGE, AR_FLOOR = 10000, 4, 1e-3, 1e-3
 SMALL_HOLE = 1000  # most voxels of a hole whose linear system is solved directly
 Window = tuple[slice, slice, slice]  # the slices, rows and columns of a part of a volume
-# a function of an image and its mask that returns the restored image
-Solver = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Solver = Callable[..., np.ndarray]  # a function of an image and its mask that returns the restored image
 
 
 def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
@@ -213,7 +212,7 @@ def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return restored
 
 
-def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarray:
+def autoregression(image01: np.ndarray, mask: np.ndarray, side: int, wanted: np.ndarray | None = None) -> np.ndarray:
     """Restore an image's masked voxels by an autoregression, fitted to the known ones. Return it as float64.
 
     The restored values have the least squared errors of its predictions, summed over all voxels (Janssen, Veldhuis and
@@ -228,23 +227,26 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int) -> np.ndarr
         image01: the normalised image
         mask: True where to restore; at least one voxel must be known
         side: voxels along each axis over which a prediction reaches: 1 for direct neighbours only
+        wanted: True for masked voxels whose holes are to be restored, other holes may become NaN; None for all
     """
     from scipy import ndimage
 
-    restored = np.where(mask, 0.0, image01).astype(np.float64)
-    if not mask.any():
+    restored, wanted = np.where(mask, np.nan, image01).astype(np.float64), mask if wanted is None else wanted
+    if not wanted.any():
         return restored
     mean = restored[~mask].mean()
     apart = np.where(mask, 0.0, restored - mean)
     learnt = predictor(apart, mask, side)
     if learnt is None:
-        return np.where(mask, np.nan, restored)
+        return restored
     near, margin = ndimage.maximum_filter(mask, 2 * side + 1), 2 * side
     labels, _ = ndimage.label(near, np.ones((3,) * mask.ndim))
     boxes, (whole,) = ndimage.find_objects(labels), ndimage.find_objects(near.astype(int))
-    if 2 * sum(map(_size, boxes)) > _size(whole):  # together they take less time
-        labels, boxes = near.astype(int), [whole]
-    for number, box in enumerate(boxes, start=1):
+    numbers = np.unique(labels[wanted & mask]).tolist()
+    if 2 * sum(_size(boxes[number - 1]) for number in numbers) > _size(whole):  # together they take less time
+        labels, boxes, numbers = near.astype(int), [whole], [1]
+    for number in numbers:
+        box = boxes[number - 1]
         window = tuple(slice(max(0, part.start - side), part.stop + side) for part in box)
         hole = mask[window] & (labels[window] == number)
         pairs = zip(window, mask.shape, strict=True)
@@ -368,6 +370,7 @@ class Method(NamedTuple):
     solve: Solver  # function of a normalised part of a volume [Z, Y, X] and its mask that returns the part restored
     reach: Triple  # number of voxels around those to restore that the part must include, along z, y and x
     fills: bool = True  # False if it may leave some voxels without a value (NaN)
+    chooses: bool = False  # True if `solve` takes an argument `wanted`: True for the voxels that it must restore
 
 
 AROUND = (REACH, REACH, REACH)
@@ -388,8 +391,8 @@ METHODS = {
     HARMONIC: Method(laplace, AROUND),
     VARIATION: Method(total_variation, AROUND),
     SMOOTH: Method(smooth_continuation, AROUND),
-    NEAR: Method(partial(autoregression, side=1), AROUND, fills=False),
-    FAR: Method(partial(autoregression, side=2), AROUND, fills=False),
+    NEAR: Method(partial(autoregression, side=1), AROUND, fills=False, chooses=True),
+    FAR: Method(partial(autoregression, side=2), AROUND, fills=False, chooses=True),
 }
 
 
@@ -430,5 +433,8 @@ def in_cells(
                 break
             reach = 2 * reach
         if not mask_ZYX.all():
-            found_P[inside_P] = method.solve(image01_ZYX, mask_ZYX)[tuple((points_P3[inside_P] - low).T)]
+            places, wanted_ZYX = tuple((points_P3[inside_P] - low).T), np.zeros_like(mask_ZYX)
+            wanted_ZYX[places] = True
+            choice = {"wanted": wanted_ZYX} if method.chooses else {}
+            found_P[inside_P] = method.solve(image01_ZYX, mask_ZYX, **choice)[places]
     return found_P
