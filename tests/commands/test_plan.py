@@ -108,16 +108,14 @@ def test_a_part_that_stays_is_planned_as_it_is_given(plan: Plan) -> None:
     assert sent[0] > sent[1] > 0
 
 
-def test_without_a_folder_a_plan_is_printed_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("toy.yaml").write_text(TOY)
+@pytest.mark.usefixtures("plan")
+def test_without_a_folder_a_plan_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path().iterdir())
     words = ["plan", "--model", "toy.yaml", "--size", "512", "--preset", "split", "--compare", "--explain"]
     assert main(words) == main(words) == 0
     shown = capsys.readouterr().out
     assert shown.count("<- taken") == shown.count("a step: ") == 2 and "results: " not in shown
-    assert [path.name for path in tmp_path.iterdir()] == ["toy.yaml"]
+    assert sorted(Path().iterdir()) == before
 
 
 def test_models_of_folders(plan: Plan, tmp_path: Path) -> None:
