@@ -22,7 +22,7 @@ from cocodiff.cli.main import main, run_command
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.jobs.children import STOP_S, STOPS, stop_requests
-from cocodiff.jobs.terminal import say
+from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 
 
 @contextmanager
@@ -42,6 +42,15 @@ def test_what_is_printed_alone_ends_as_sigpipe_would_end_it() -> None:
         with unread():
             code = main(words)
         assert code == 128 + 13
+
+
+def test_lines_and_bars_are_lost() -> None:
+    with unread():
+        with progress_bar("steps", 3, True) as bar:
+            bar.update()
+        assert list(reading_bar(True)(range(3), "reading")) == [0, 1, 2]
+        for text in ("one", "two"):
+            say(text)
 
 
 def test_a_run_goes_on_to_its_results(tmp_path: Path) -> None:
