@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,13 @@ def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> No
     left = {"PMI_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     for name, value in (left | dict.fromkeys(("PMI_RANK", "MPI_LOCALRANKID", "RANK", "LOCAL_RANK"), "1")).items():
         monkeypatch.setenv(name, value)
-    found = cocodiff.restore(VOLUME, MASK, samples=2, ranks=ranks, **QUICK)
-    assert (found.mean.dtype, found.mean.shape) == (VOLUME.dtype, VOLUME.shape)
-    assert (found.mean[:, ~MASK] == VOLUME[:, ~MASK]).all() and (found.mean[:, MASK] != VOLUME[:, MASK]).any()
+    known = np.ones_like(MASK)
+    known[21:29, 16:24] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = cocodiff.restore(VOLUME, known, samples=2, ranks=ranks, grow=1, invert=True, **QUICK)
+    assert (found.mean.dtype, found.mean.shape) == (VOLUME.dtype, VOLUME.shape) and (found.mask == MASK).all()
+    assert (found.mean[:, ~MASK] == VOLUME[:, ~MASK]).all() and (found.mean != VOLUME)[:, MASK].mean() > 0.9
     assert found.spread is not None and (found.spread[:, ~MASK] == 0).all() and (found.spread[:, MASK] > 0).any()
     samples = np.stack(found.samples).astype(float)
     assert np.abs(samples.mean(0) - found.mean).max() <= 1
@@ -79,21 +84,17 @@ def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(found.uncertainty, (found.high_90.astype(float) - found.low_90) / 2)
 
 
-def test_a_mask_that_is_too_small_is_told_and_grown() -> None:
+def test_a_mask_that_is_too_small_is_told() -> None:
     """A hole of which the mask leaves the outermost voxels."""
     volume, mask, hole = VOLUME[0] // 4, np.zeros((48, 40), bool), np.zeros((48, 40), bool)
     mask[20:26, 15:21] = hole[19:27, 14:22] = True
     volume[hole] = 60000
     with pytest.warns(UserWarning, match="100% of the known voxels beside the mask .* grow 1 "):
-        small = cocodiff.restore(volume, mask, samples=1, **QUICK)
+        small = cocodiff.restore(volume, mask, samples=1, **QUICK | {"steps": "auto"})
     assert (small.mean[hole & ~mask] == 60000).all()
     assert small.spread is small.uncertainty is small.verdict is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = cocodiff.restore(volume, ~mask, samples=1, grow=1, invert=True, **{**QUICK, "steps": "auto"})
-    assert (small.metrics["config"]["steps"], found.metrics["config"]["steps"]) == (2, 10)
-    assert (found.mean < 30000)[hole].all() and (found.mean == volume)[~hole].all()
-    assert (small.mask == mask).all() and (found.mask == hole).all()
+    assert small.outcome.kind == "unknown" and "--" not in str(small.outcome)
+    assert small.metrics["config"]["steps"] == 10 and (small.mask == mask).all()
 
 
 @pytest.mark.full
@@ -102,17 +103,6 @@ def test_the_example_of_the_pages_runs() -> None:
     done = subprocess.run([sys.executable, str(script), "2"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "hidden regions of this volume" in done.stdout and "% of the truth between" in done.stdout
-
-
-@pytest.mark.full
-def test_other_arrays_give_the_same_bits(tmp_path: Path) -> None:
-    stored = zarr.create_array(str(tmp_path / "a.zarr"), shape=VOLUME.shape, chunks=(2, 24, 40), dtype=VOLUME.dtype)
-    stored[:] = VOLUME
-    one, other = (cocodiff.restore(given, MASK, samples=1, seed=3, **QUICK) for given in (VOLUME, stored))
-    assert (one.mean == other.mean).all() and one.spread is one.uncertainty is one.verdict is None
-    assert one.outcome.kind == "unknown" and "--" not in str(one.outcome)
-    flat = cocodiff.restore(VOLUME[0], MASK, samples=1, seed=3, **QUICK)
-    assert flat.mean.shape == MASK.shape and (flat.mean[~MASK] == VOLUME[0][~MASK]).all()
 
 
 class Chunked:
@@ -189,6 +179,7 @@ def test_a_mistake_is_one_line_in_words_of_python(case: int) -> None:
         np.asfortranarray,
         lambda v: np.repeat(v, 2, axis=2)[:, :, ::2],
         np.ma.masked_array,
+        partial(zarr.array, chunks=(2, 24, 40)),
     ],
 )
 def test_whatever_numpy_makes_an_array_of_is_taken(as_given: Callable[[Any], Any], tmp_path: Path) -> None:
@@ -204,21 +195,19 @@ def test_options_are_words_of_the_command_line() -> None:
     assert words_of_restore({"range": "-1,2"}) == ["--range=-1,2"]
 
 
-def words_given(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
-    """Return the options that a job is given, which saves them and fails."""
-    given = Path(tempfile.gettempdir()).parent / "given"
-    words = f"open({str(given)!r}, 'w').write(sys.stdin.read()) and 1"
+def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a job that saves them and fails."""
+    file = tmp_path / "given"
+    words = f"open({str(file)!r}, 'w').write(sys.stdin.read()) and 1"
     monkeypatch.setattr(arrays, "dependent_words", lambda _, folder: dependent_words(words, folder))
-    with pytest.raises(RuntimeError):
-        cocodiff.restore(VOLUME, MASK, progress=False, **options)
-    return json.loads(given.read_text())
-
-
-def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"samples": 8, "model": "embedded", "steps": "auto", "ranks": 1, "preset": "tapa", "exact": "false"}
     every = {option.name: f"a {option.name}" for option in INPAINT_OPTIONS if option.name not in DECIDED.split()}
     for options, wanted in (({}, own), (every | {"preset": "flat"},) * 2):
-        given = words_given(monkeypatch, **options)
+        with pytest.raises(RuntimeError):
+            cocodiff.restore(VOLUME, MASK, progress=False, **options)
+        given = json.loads(file.read_text())
         assert sorted(given[given.index("--keep_samples") + 1 :]) == sorted(f"--{n}={v}" for n, v in wanted.items())
 
 

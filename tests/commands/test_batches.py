@@ -35,7 +35,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, qwen_transformer
 
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
+from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 from cocodiff.jobs.folder import OutputFolder
@@ -99,11 +99,11 @@ def test_costs_of_samples_add_up_and_their_drift_is_the_mean() -> None:
 
     total = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)])
     assert (total.seconds, total.bytes) == (4.5, {"plane": 9})
+    first, second = total.drift
+    assert first == {"step": 0, "change": None, "stable_fraction": 0.5} and second["change"] == pytest.approx(0.3)
     one, other = (Cost(2.0 * n, rank_seconds=4.0 * n, replica_seconds={str(n): 2.0 * n}) for n in (1, 2))
     total = Cost.summed([*one.shares(2), other])
     assert (total.seconds, total.wall_seconds, total.rank_seconds) == (6.0, 4.0, 12.0)
-    first, second = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)]).drift
-    assert first == {"step": 0, "change": None, "stable_fraction": 0.5} and second["change"] == pytest.approx(0.3)
 
 
 def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
@@ -172,22 +172,13 @@ def test_each_run_is_measured_by_itself() -> None:
 
 def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:
     """Two ranks with folders of their own, as on hosts without a common file system."""
-    world, said = LoopbackWorld(2), []
+    (tmp_path / "0").mkdir()  # seen by rank 0 alone
 
-    def rank(number: int) -> None:
-        transport = LoopbackTransport(world, number)
-        (tmp_path / "0").mkdir(exist_ok=True)  # seen by rank 0 alone
-        try:
-            Replica(transport, "local", 2).check_shared(tmp_path / str(number), "out", patience_s=0.2)
-        except UserError as error:
-            said.append(str(error))
+    def work(transport: Any) -> None:
+        with pytest.raises(UserError, match=r"--out out: rank\(s\) 1 do not see what rank 0 writes there"):
+            Replica(transport, "local", 2).check_shared(tmp_path / str(transport.rank), "out", patience_s=0.2)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(said) == 2 and all("--out out: rank(s) 1 do not see what rank 0 writes there" in one for one in said)
+    run_ranks(2, work)
 
 
 def test_samples_of_several_units_are_put_together(tmp_path: Path) -> None:
@@ -242,40 +233,37 @@ def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(
     assert described(values) != before
 
 
+def tasks_of(folder: Path, shape: tuple[int, ...], *words: str) -> tuple[list[Task], dict[str, Any]]:
+    """The tasks of a command for a slice or a volume, and its options."""
+    np.save(folder / "scan.npy", np.arange(np.prod(shape), dtype="u2").reshape(shape))
+    fixed = ["--input", str(folder / "scan.npy"), "--out", str(folder / "out"), "--quiet"]
+    values = parse("inpaint", "", with_settings(INPAINT), [*fixed, *words])
+    return find_tasks(values), values
+
+
 def test_a_mask_that_is_grown_or_inverted_is_another_when_a_run_goes_on(tmp_path: Path) -> None:
     marked = np.zeros((16, 16), np.uint8)
     marked[4:7, 5:9] = 1
     np.save(tmp_path / "mask.npy", marked)
-    np.save(tmp_path / "scan.npy", np.arange(256, dtype="u2").reshape(16, 16))
-    files = ["--input", str(tmp_path / "scan.npy"), "--mask", str(tmp_path / "mask.npy"), "--quiet"]
-    described = []
-    for more in ([], ["--grow", "1"], ["--invert=true"], ["--invert=false"]):
-        values = parse("inpaint", "", with_settings(INPAINT), [*files, "--out", str(tmp_path / "out"), *more])
-        described.append(describe_inputs(find_tasks(values), values))
-    as_it_is, grown, inverted, not_inverted = described
+    words, changes = ("--mask", str(tmp_path / "mask.npy")), ([], ["--grow=1"], ["--invert=true"], ["--invert=false"])
+    found = [describe_inputs(*tasks_of(tmp_path, (16, 16), *words, *more)) for more in changes]
+    as_it_is, grown, inverted, not_inverted = found
     assert as_it_is == not_inverted and as_it_is not in (grown, inverted) and grown != inverted
 
 
-@pytest.fixture
-def volume_task(tmp_path: Path) -> Task:
-    """A volume that is restored along one axis, not that of its slices, with one sample."""
-    np.save(tmp_path / "scan.npy", np.arange(16**3, dtype="u2").reshape(16, 16, 16))
-    words = ["--input", str(tmp_path / "scan.npy"), "--axes", "y", "--out", str(tmp_path / "out"), "--quiet"]
-    (task,) = find_tasks(parse("inpaint", "", with_settings(INPAINT), words))
-    return task
-
-
 @pytest.mark.parametrize("samples", [1, 2])
-def test_the_axes_of_a_volume_are_compared_when_a_run_goes_on(volume_task: Task, samples: int) -> None:
-    values = {"samples": samples, "exact_slices": 1, "axes": ["y"], "hidden_test": None, "keep_samples": False}
-    assert describe_inputs([volume_task], values)["axes"] == ["y"]
-    single = describe_inputs([replace(volume_task, volume=None)], values)
-    assert ("axes" in single) == (samples > 1)
+def test_the_axes_of_a_volume_are_compared_when_a_run_goes_on(tmp_path: Path, samples: int) -> None:
+    """Those of one that is restored along another axis than that of its slices, and not those of a slice."""
+    (task,), values = tasks_of(tmp_path, (16, 16, 16), "--axes", "y")
+    values["samples"] = samples
+    assert describe_inputs([task], values)["axes"] == ["y"]
+    assert ("axes" in describe_inputs([replace(task, volume=None)], values)) == (samples > 1)
 
 
 @pytest.mark.parametrize("count", [12, 13])
-def test_twelve_slices_that_are_left_are_listed_and_of_more_the_first_ones(volume_task: Task, count: int) -> None:
-    (told,) = replace(volume_task, mask=replace(volume_task.mask, full=frozenset(range(count)))).remarks()
+def test_twelve_slices_that_are_left_are_listed_and_of_more_the_first_ones(tmp_path: Path, count: int) -> None:
+    (task,), _ = tasks_of(tmp_path, (16, 16, 16))
+    (told,) = replace(task, mask=replace(task.mask, full=frozenset(range(count)))).remarks()
     assert told.endswith(f"({', '.join(map(str, range(12)))}{', ...' * (count > 12)})")
 
 

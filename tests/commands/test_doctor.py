@@ -14,7 +14,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from launching import fake, mpiexec, run
+from launching import fake, run
+from warm_ranks import warm_mpiexec
 
 from cocodiff.cli.doctor import command as doctor
 from cocodiff.cli.doctor import facts as doctor_facts
@@ -29,6 +30,11 @@ from cocodiff.config.errors import OwnRankError
 pytestmark = pytest.mark.processes
 
 
+# Trials are small, and other packages are not tried in a process of their own.
+QUICK = "import sys; from cocodiff.cli.doctor import facts, trials; from cocodiff.cli.main import main; "
+QUICK += "facts.unimported, trials.SIDE = lambda *_: {}, 64; "
+
+
 def report(out: Path) -> tuple[dict[str, Any], dict[str, set[str]]]:
     """doctor.json, and the severities of each check's findings."""
     document = json.loads((out / "doctor.json").read_text())
@@ -40,10 +46,8 @@ def report(out: Path) -> tuple[dict[str, Any], dict[str, set[str]]]:
 
 def test_a_rank_alone_imports_no_diffusers(tmp_path: Path) -> None:
     words = ["doctor", "--out", str(tmp_path / "d"), "--kernels", "torch"]
-    program = "import sys; from cocodiff.cli.doctor import trials; from cocodiff.cli.main import main; "
-    program += f"trials.SIDE = 64; code = main({words!r}); "
-    program += "sys.exit(code or any(name in sys.modules for name in ('diffusers', 'transformers')))"
-    done = run([sys.executable, "-c", program])
+    heavy = "any(name in sys.modules for name in ('diffusers', 'transformers'))"
+    done = run([sys.executable, "-c", f"{QUICK}sys.exit(main({words!r}) or {heavy})"])
     assert done.returncode == 0, done.stdout + done.stderr
     document, _ = report(tmp_path / "d")
     assert document["healthy"] and [rank["rank"] for rank in document["facts"]["ranks"]] == [0]
@@ -52,7 +56,7 @@ def test_a_rank_alone_imports_no_diffusers(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_ranks_under_mpiexec_are_healthy(tmp_path: Path) -> None:
-    done = mpiexec(3, "-m", "cocodiff", "doctor", "--out", str(tmp_path / "d"), "--kernels", "torch")
+    done = warm_mpiexec(3, "-m", "cocodiff", "doctor", "--out", str(tmp_path / "d"), "--kernels", "torch")
     assert done.returncode == 0, done.stdout + done.stderr
     document, found = report(tmp_path / "d")
     facts = document["facts"]
@@ -86,7 +90,8 @@ def test_a_faulty_environment_ends_with_1_and_remedies(tmp_path: Path) -> None:
         "CCL_OP_SYNC": "1",
     }
     words = ["doctor", "--ranks", "4", "--kernels", "sycl", "--out", str(tmp_path / "d")]
-    done = run(["env", *(f"{k}={v}" for k, v in faulty.items()), sys.executable, "-m", "cocodiff", *words])
+    program = [sys.executable, "-c", f"{QUICK}sys.exit(main({words!r}))"]
+    done = run(["env", *(f"{k}={v}" for k, v in faulty.items()), *program])
     assert done.returncode == 1, done.stdout + done.stderr
     document, found = report(tmp_path / "d")
     assert {check for check, of in found.items() if "fault" in of} == {"planes", "mpi", "nics", "sycl"}

@@ -6,7 +6,6 @@ import html
 import json
 import math
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,24 +136,18 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(
         with tifffile.TiffFile(file) as tiff:
             told = html.unescape(str(tiff.ome_metadata)).split('"cocodiff">')[1].split("<")[0]
         assert json.loads(told) == made
-    image, given = out / "images" / "scan_holes_tapa.ome.zarr", ("inpaint", *words[:2], "--overwrite", "--out", out)
-    of_image = product(("--input", "--truth"), (image, image / "0", out / "images"))
-    for option, path in (*of_image, ("--mask", image / "labels" / "holes")):
-        assert main([str(word) for word in (*given, option, path)]) == 2
-        assert f"{path} is among the results" in capsys.readouterr().err
 
 
 def test_a_constant_slice_is_told_and_comes_back(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    restore: Restore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slice_YX, hole_YX = np.full((48, 48), 777, np.uint16), hole_of((48, 48))
     for name, array in (("flat", slice_YX), ("hole", hole_YX)):
         tifffile.imwrite(tmp_path / f"{name}.tif", array)
-    words = ("--input", tmp_path / "flat.tif", "--mask", tmp_path / "hole.tif", "--model", model, "--steps", 2)
-    assert main(["inpaint", *map(str, words), "--out", str(tmp_path / "out")]) == 0
+    out = restore("--input", tmp_path / "flat.tif", "--mask", tmp_path / "hole.tif")
     said = "flat, mask hole: all known voxels are 777: so is the result, without a PSNR"
     assert said in capsys.readouterr().out
-    assert np.array_equal(tifffile.imread(tmp_path / "out" / "images" / "flat_hole_tapa.tif"), slice_YX)
+    assert np.array_equal(tifffile.imread(out / "images" / "flat_hole_tapa.tif"), slice_YX)
 
 
 def test_a_part_is_called_by_the_numbers_of_the_input_and_slices_masked_wholly_are_left(

@@ -160,23 +160,16 @@ def test_sizes_and_numbers_of_frames_have_layouts_of_their_own(name: str, shapes
     assert torch.equal(both(*calls[1]), alone(*calls[1]))
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_the_promised_number_of_steps_runs(name: str) -> None:
-    inpainter, _ = in_one_process(name, 6)
+@pytest.mark.parametrize(("name", "frames"), [*((name, ()) for name in OWN), ("wan", (3,))])
+def test_the_promised_number_of_steps_runs(name: str, frames: tuple[int, ...]) -> None:
+    """Steps of videos are counted by slices."""
+    inpainter, shape = in_one_process(name, 6)[0], (2, *frames, SIDE, SIDE)
     ticks: list[int] = []
     inpainter.on_step = ticks.append
     for strength in (1.0, 0.5):
         ticks.clear()
-        assert inpainter(torch.rand(1, 32, 32), torch.ones(1, 32, 32), strength, [0]).shape == (1, 32, 32)
-        assert len(ticks) == steps_at(6, strength)
-
-
-def test_steps_of_videos_are_counted_by_slices() -> None:
-    inpainter, _ = in_one_process("wan")
-    ticks: list[int] = []
-    inpainter.on_step = ticks.append
-    inpainter(torch.rand(2, 3, SIDE, SIDE), torch.ones(2, 3, SIDE, SIDE), 1.0, [0, 1])
-    assert ticks == [6] * inpainter.steps
+        assert inpainter(torch.rand(shape), torch.ones(shape), strength, [0, 1]).shape == shape
+        assert ticks == [6 if frames else 2] * steps_at(6, strength)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

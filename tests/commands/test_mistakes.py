@@ -20,10 +20,8 @@ from PIL import Image
 from planned_models import PLANNED
 
 from cocodiff.cli.main import main
-from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.jobs import children
-from cocodiff.topology import MOST_RANKS, Topology
 
 pytestmark = pytest.mark.usefixtures("promptly")
 
@@ -147,7 +145,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert main(words) == 2
     captured = capsys.readouterr()
     assert sorted(files.rglob("*")) == before
-    if words[0] not in ("inpaint", "generate", "train"):  # which say first what they read
+    if words[0] not in ("inpaint", "generate", "train", "sweep"):  # which say first what they read
         assert captured.out == ""
     (said,) = [line for line in captured.err.splitlines() if named == set() or line.startswith("cocodiff: ")]
     assert said.startswith("cocodiff: ") and [value for value in values.split("; ") if value not in said] == [], said
@@ -170,9 +168,3 @@ def test_limits_are_those_of_memory_processes_and_files(monkeypatch):
         children.check_room(13)
     limits[resource.RLIMIT_NOFILE] = (8, 8)
     children.check_room(1)
-
-
-def test_the_largest_topology_is_larger_than_any_machine():
-    assert MOST_RANKS > 10_624 * 12  # Aurora's tiles
-    with pytest.raises(UserError, match="up to 131072 can be placed"):
-        Topology.build(load_machine("local"), MOST_RANKS + 1)

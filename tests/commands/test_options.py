@@ -71,13 +71,7 @@ def test_inputs_are_asked_for_and_words_before_any_option_are_none():
 @pytest.mark.parametrize(
     ("text", "line", "changed"),
     [
-        (
-            "input: scan.tif\nsteps: 5\nstrength: 0\nmask: center\nexact: false\nnoise_seed: 7\n",
-            "--steps 7 --exact --noise_seed 0",
-            {"input": ["scan.tif"], "steps": 7, "mask": "center", "strength": 0.0},
-        ),
-        ("input: [a, b]\nsteps: 62\n", "--input c", {"input": ["c"], "steps": 62}),
-        ("input: a\nmask_range: 1:2\nquality: 50\n", "", {"input": ["a"], "mask_range": "1:2", "quality": "50"}),
+        *CASES["settings taken"],
         *((f"input: a\n{name}: null\n", "", {"input": ["a"]}) for name in DEFAULTS if name != "input"),
     ],
 )
@@ -126,15 +120,8 @@ def test_run_options_become_the_engines_settings_over_what_presets_say(tmp_path,
         assert configs["flat"] == Config(**{"exchange": "flat"} | settings) and configs["tapa"] == Config(**settings)
 
 
-def test_mistakes_of_the_engines_settings():
-    wrong = parsed("--selection v_major --ratio 1.5", EVERY)
-    with pytest.raises(UserError, match=r"ratio is 1\.5: give a fraction from 0 to 1"):
-        Config.preset("tapa", **jobs.engine_settings(wrong))
-    with pytest.raises(UserError, match="names none; choose from ahead, cocodiff"):
-        preset_configs(wrong | {"preset": [","]})
-
-
 HEAVY = "{'torch', 'diffusers', 'transformers', 'scipy', 'skimage', 'matplotlib', 'jinja2', 'jsonargparse'}"
+QUICK = "inpaint", "generate", "sweep", "bench", "doctor"
 INPUTS = (
     f"inpaint.parse('inpaint', '', inpaint.with_settings(inpaint.OPTIONS), ['--input', {str(SAMPLES / 'tooth.tif')!r}])"
 )
@@ -145,11 +132,7 @@ INPUTS = (
     [
         ("from cocodiff.cli import main; main.main(['--help'])", HEAVY),
         (f"from cocodiff_eval.cli import inpaint; inpaint.find_tasks({INPUTS})", HEAVY),
-        *((f"import {MODULES[name]}", "{'numpy', 'scipy', 'torch'}") for name in ("inpaint", "bench", "doctor")),
-        *(
-            pytest.param(f"import {MODULES[name]}", "{'numpy', 'scipy', 'torch'}", marks=pytest.mark.full)
-            for name in ("generate", "sweep")
-        ),
+        (f"import {', '.join(MODULES[name] for name in QUICK)}", "{'numpy', 'scipy', 'torch'}"),
     ],
 )
 def test_libraries_are_imported_when_they_are_needed(script, names):

@@ -182,12 +182,9 @@ def test_a_bounded_run_checks_and_tightens(tmp_path: Path) -> None:
     organ = tifffile.imread(SLICE)
     tifffile.imwrite(tmp_path / "scan.tif", np.stack([organ * 0, organ * 0 + 9, organ, organ[::-1], organ.T]))
 
-    def bounded(out: str, *more: Any) -> list[str]:
-        fixed = ("--input", tmp_path / "scan.tif", "--out", tmp_path / out, "--steps", 4, "--samples", 2)
-        asked = ("--quality", BOUND, "--quality_every", 4, "--exact_slices", 1)
-        return [str(word) for word in (*fixed, *asked, *more)]
-
-    metrics, said = restored(tmp_path, *bounded("whole", "--ranks", 4, "--replicas", 2))
+    words = ("--input", tmp_path / "scan.tif", "--out", tmp_path / "whole", "--steps", 4, "--samples", 2, "--ranks", 4)
+    asked = ("--replicas", 2, "--quality", BOUND, "--quality_every", 4, "--exact_slices", 1)
+    metrics, said = restored(tmp_path, *words, *asked)
     (found,) = metrics["quality"]
     setting = found["setting"]
     cheapest = next(iter(read_ladder()))

@@ -22,15 +22,7 @@ from cocodiff.config.errors import UserError
 
 pytestmark = pytest.mark.processes
 
-SWEEP = {
-    "base": {"exchange": "flat", "selection": "v_major", "sync_interval": 0},
-    "grid": {"schedule": ["fixed"], "reference": ["sent"], "steps": [3], "mask": ["block", "center"]},
-    "points": [
-        {"preset": "flat"},
-        {"name": "coded", "preset": "coded", "arrival": "displaced", "fine_steps": 1},
-        {"name": "round", "preset": "flat", "ring": 2, "placement": "usp", "chunks": 2},
-    ],
-}
+SWEEP = Path(__file__).with_name("sweep.yaml")
 POINTS = ["schedule fixed, reference sent", "flat", "coded", "round"]
 FILES = {"results.jsonl", "pareto.png", "report.html", "metrics.json", "run.yaml", "trace.json"}
 
@@ -49,16 +41,15 @@ KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in ("bloc
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two slices and the sweep's file."""
+    """Two slices."""
     folder = tmp_path_factory.mktemp("sweep")
     volume = np.random.default_rng(0).integers(0, 60000, (2, 96, 96), dtype=np.uint16)
     tifffile.imwrite(folder / "scan.tif", volume, photometric="minisblack")
-    (folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP, sort_keys=False))
     return folder
 
 
-def words(folder: Path, out: Path, *more: str, ranks: int = 2, config: Path | None = None) -> list[str]:
-    of_input = ["--config", str(config or folder / "sweep.yaml"), "--input", str(folder / "scan.tif"), "--quiet"]
+def words(folder: Path, out: Path, *more: str, ranks: int = 2, config: Path = SWEEP) -> list[str]:
+    of_input = ["--config", str(config), "--input", str(folder / "scan.tif"), "--quiet"]
     return ["sweep", *of_input, "--ranks", str(ranks), "--out", str(out), *more]
 
 
@@ -78,15 +69,6 @@ def by_key(out: Path) -> dict[Key, dict[str, Any]]:
     found = {Key(*(line[name] for name in Key._fields)): line for line in timeless}
     assert len(found) == len(lines)
     return found
-
-
-def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert captured.out == "" or captured.out.endswith("reading 1 input(s)\n")
-    return line
 
 
 def test_every_run_has_one_line_that_says_what_it_was(whole: Path) -> None:
@@ -136,24 +118,6 @@ def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> No
     assert by_key(tmp_path / "again") == by_key(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("points", "more", "ranks", "said"),
-    [
-        ([{"selection": "v_major"}], [], 1, "selects nothing on one rank"),
-        ([{"name": "mine", "preset": "flat", "ring": 4}], [], 2, "point mine: ring 4 does not divide 2 ranks"),
-        ([{"name": "mine", "preset": "flat", "chunks": "auto"}], [], 2, "machine local on 1 node(s)"),
-        ([{"preset": "flat"}], ["--chunks", "2"], 2, "unknown option --chunks"),
-        ([{"preset": "flat"}], ["--samples", "2"], 2, "unknown option --samples"),
-    ],
-)
-def test_points_that_cannot_run_are_refused_at_the_start(
-    points: Any, more: list[str], ranks: int, said: str, folder: Path, tmp_path: Path, capsys: Any
-) -> None:
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"points": points}))
-    given = words(folder, tmp_path / "out", *more, ranks=ranks, config=tmp_path / "a.yaml")
-    assert said in mistake(capsys, *given) and not (tmp_path / "out").exists()
-
-
 def line_of(point: str, sent: int, distance_db: float | None, mask: str = "block", **more: Any) -> dict[str, Any]:
     """A line of a sweep's results: an exact run of 100 bytes in 3 s, and one of so many bytes in 1 s."""
     judged = {"psnr_db": 20.0, "ssim": 0.9, "mse": 0.1}
@@ -178,13 +142,19 @@ DAMAGED = [
 
 
 def test_a_folder_is_reported_unless_a_line_is_damaged_which_is_named(tmp_path: Path, capsys: Any) -> None:
+    def mistake(*arguments: str) -> str:
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and len(captured.err.splitlines()) == 1
+        return captured.err
+
     lines, given = tmp_path / "results.jsonl", ["sweep", "--report-only", "--out", str(tmp_path)]
-    assert "holds no results.jsonl: give the --out of a sweep that has ended" in mistake(capsys, *given)
+    assert "holds no results.jsonl: give the --out of a sweep that has ended" in mistake(*given)
     for damaged in DAMAGED:
         line = damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode()
         data = json.dumps(LINE | {"slice": "first"}).encode() + b"\n" + line + b"\n"
         lines.write_bytes(data)
-        told = mistake(capsys, *given)
+        told = mistake(*given)
         assert "results.jsonl, line 2 is damaged: mend it, or start afresh with --overwrite" in told
         assert lines.read_bytes() == data
     lines.write_text(json.dumps(LINE) + "\n")
@@ -266,15 +236,6 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
     assert len(most.points) * len(most.steps) == MOST_RUNS
 
 
-def test_a_grid_names_how_ranks_and_tokens_are_dealt() -> None:
-    chunks, rings = [1, 2, "auto"], [1, 2]
-    last = {"preset": "tapa", "placement": "usp", "ring": "auto"}
-    found = grid(base={"exchange": "split"}, grid={"chunks": chunks, "ring": rings}, points=[last]).points
-    dealt = [(point.config.chunks, point.config.ring) for point in found[:-1]]
-    assert dealt == [(count, ring) for count in chunks for ring in rings]
-    assert found[-1].config == Config.preset("tapa", placement="usp") and not any(point.lossy for point in found)
-
-
 MISTAKEN = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text())
 LARGE = [
     (LOSSY | {"grid": {"ratio": [n / 1e3 for n in range(1000)], "warmup": [*range(1000)]}}, "has 1000000 runs "),
@@ -293,7 +254,9 @@ def test_mistakes_in_a_grid(sections: dict[str, Any], message: str) -> None:
 
 def test_the_shipped_sweeps_are_well_formed() -> None:
     folder = Path(__file__).parents[2] / "configs" / "sweeps"
-    quality, codec, ladder = (grid(**yaml.safe_load((folder / f"{n}.yaml").read_text())) for n in SHIPPED)
+    quality, codec, ladder = (
+        grid(**yaml.safe_load((folder / f"{name}.yaml").read_text())) for name in ("quality", "codec", "ladder")
+    )
     assert len(quality.points) == 13 and quality.masks == ["block", "center"] and quality.steps == [20]
     assert sum(point.lossy for point in quality.points) == 11
     assert sum(point.config.codec != "none" for point in codec.points) == 6
@@ -302,6 +265,3 @@ def test_the_shipped_sweeps_are_well_formed() -> None:
         name: Config(exchange="split", order="v_first", **settings) for name, settings in read_ladder().items()
     }
     assert {point.name: point.config for point in ladder.points} | {"exact": candidates["exact"]} == candidates
-
-
-SHIPPED = ("quality", "codec", "ladder")

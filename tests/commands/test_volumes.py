@@ -132,14 +132,11 @@ def test_samples_along_another_axis_have_noise_of_their_own(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("axes", ["auto", "y x"])
-def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Path, tmp_path: Path, axes: str) -> None:
-    more = ("--axes", *axes.split(), *["--no_hidden_test"] * (axes != "auto"))
-    assert main(words(folder, tmp_path / "out", "--samples", 2, *more, mask="slab")) == 0
+def test_slices_that_are_masked_wholly_are_restored_along_other_axes(folder: Path, tmp_path: Path) -> None:
+    assert main(words(folder, tmp_path / "out", "--samples", 2, "--axes", "auto", mask="slab")) == 0
     metrics = metrics_of(tmp_path / "out")
     (volume,) = metrics["volumes"]
-    assert axes == "auto" or [*volume["axes"]] == ["y", "x"]
-    assert axes != "auto" or ("z" not in volume["axes"] and "biharmonic" not in volume["hidden_psnr_db"])
+    assert "z" not in volume["axes"] and "biharmonic" not in volume["hidden_psnr_db"]
     assert [number(row) for row in metrics["images"]] == [8, 9, 10]
     restored = image(tmp_path / "out", "", "slab")[8:11]
     assert restored.std() > 0 and (restored != SCANS["scan"][8:11]).mean() > 0.9

@@ -1,4 +1,5 @@
-"""`cocodiff bench step` with a random model and `bench attention`: the rows they write. No test asserts a time."""
+"""`cocodiff bench step` with a random model, `bench attention` and `bench peers`: the rows that they write. No test
+asserts a time."""
 
 from __future__ import annotations
 
@@ -12,12 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from cocodiff_bench import model_step, step
+from cocodiff_bench import peers as bench_peers
 from cocodiff_bench.common import of_benchmarks, of_slowest_rank, rows
+from cocodiff_bench.peers import with_codecs
+from launching import assert_succeeded
 from tiny_models import sd3_inpaint_pipeline
+from warm import forked
 
 from cocodiff.cli.main import main
 from cocodiff.comm import loopback
+from cocodiff.config.errors import UserError
 from cocodiff.jobs.options import parse, with_settings
+
+pytestmark = pytest.mark.processes
 
 
 def rows_of(tmp_path: Path, words: str, model: str = "") -> dict[str, dict[str, Any]]:
@@ -166,3 +174,94 @@ def test_ranks_share_it_by_every_way(ranks: int, tmp_path: Path) -> None:
     assert sent["token"] > sent["keys"] > 0 == sent["torch_ring"]
     one = rows_of(tmp_path, f"{ALONE} --tokens {61 * ranks} --ranks {ranks} --one_query")
     assert list(one) == ["merged"] and sum(one["merged"]["bytes"].values()) == ranks * (ranks - 1) * 129 * 4
+
+
+# bench peers, where no other library is installed ---------------------------------------------------------------------
+
+
+BOTH = ("--only", "ours", "diffusers")
+
+
+def refusal(ranks: int, *words: str) -> str:
+    """What the check of a command's words says; nothing where it lets them pass."""
+    try:
+        bench_peers.check(parse("bench peers", "", with_settings(bench_peers.OPTIONS), words), ranks)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+def test_a_missing_peer_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)
+    assert "pip install cache-dit einops" in refusal(2)
+    assert refusal(2).endswith("--only ours diffusers")
+    assert refusal(2, "--only", "cache_dit").endswith("--only ours")
+    assert refusal(2, *BOTH) == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (3, (*BOTH, "--side", "3", "--frames", "2", "--text", "6")),
+        (2, (*BOTH, "--model", "wan", "--text", "7")),  # whose text is attended to by each token alone
+        (5, ("--only", "ours", "--side", "3", "--text", "7", "--heads", "3")),
+    ],
+)
+def test_peers_split_evenly_and_ours_do_not_care(ranks, words):
+    """What they do not split evenly is refused: see `mistakes.txt`."""
+    assert refusal(ranks, *words) == ""
+
+
+def peers_of(folder: Path, *words: Any) -> tuple[list[dict[str, Any]], str]:
+    """The rows of bench.json of two ranks on a small model, and what was printed."""
+    sizes = ("--heads", "4", "--double", "1", "--single", "1", "--repeats", "2")
+    done = forked("bench", "peers", "--ranks", "2", *sizes, *words, "--out", folder / "bench", folder=folder)
+    assert_succeeded(done)
+    return json.loads((folder / "bench" / "bench.json").read_text())["rows"], done.stdout
+
+
+def test_our_variants_alone_on_two_ranks(tmp_path):
+    """And a preset with the codec, which sends codes once it is settled; and one that displaces, if there is anything
+    that changes so little."""
+    words = ("--only", "ours", "--preset", "coded-", "ahead", "--side", "6", "--text", "5")
+    (*rows, coded, ahead), said = peers_of(tmp_path, *words)
+    assert coded["variant"] == "coded-" and 1e-5 < coded["relative_error"] < 0.2 and coded["first_s"] > 0
+    assert sum(coded["bytes"].values()) * 32 * 4 == sum(rows[0]["bytes"].values()) * 9  # 2 bits a channel, and a scale
+    assert ahead["codec"] == "none" and 0 <= ahead["late_part"] <= 1 and "late_part" not in coded
+    assert "ahead: codec auto: none, as the machine file does not tell rates" in said
+    assert f"codec none, late {ahead['late_part']:.0%}" in said
+    assert [row["variant"] for row in rows] == [f"{x}{y}" for x in ("flat", "tapa", "split") for y in ("", " v_first")]
+    assert all(row["n"] == 2 and row["median_s"] > 0 and 0 < row["max_abs_error"] < 1e-5 for row in rows)
+    assert len({sum(row["bytes"].values()) for row in rows}) == 1  # two ranks on one card: one route
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "text"), [("wan", 7), ("qwen-image", 6)])
+def test_other_models_beside_diffusers_own(tmp_path, model, text):
+    rows, said = peers_of(tmp_path, "--model", model, *BOTH, "--side", "4", "--frames", "2", "--text", str(text))
+    assert {"flat", "tapa v_first", "diffusers ulysses"} <= {row["variant"] for row in rows}
+    assert max(row["relative_error"] for row in rows) < 1e-5
+    assert "2 blocks, 4 heads of 32, 2x4x4 image" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("scale", "codec"), [(None, "none"), (1, "none"), (1e9, "int2")])
+def test_codec_auto_goes_by_the_emulated_links(monkeypatch, capsys, scale, codec):
+    """Where links are slow beside a host's arithmetic codes pay; at the machine file's rates they do not."""
+    if scale is not None:
+        monkeypatch.setenv("COCODIFF_EMULATED", json.dumps({"machine": "aurora", "nodes": 1, "scale": scale}))
+    words = ("--only", "ours", "--preset", "ahead", "split", "--machine", "aurora")
+    values = parse("bench peers", "", with_settings(bench_peers.OPTIONS), words)
+    alone = SimpleNamespace(rank=0, size=12, broadcast_value=lambda value: value)
+    assert [config.codec for config in with_codecs(values, alone).values() if config.arrival != "now"] == [codec]
+    assert capsys.readouterr().out.startswith(f"ahead: codec auto: {codec}; predicted ms a layer: none ")
+
+
+def test_a_wrong_output_is_an_error():
+    expected = torch.linspace(-1, 1, 100)
+    for plain, off in ((expected, 1e-3), (expected.bfloat16(), 2e-2)):
+        allowed = bench_peers.allowed_error(plain, expected)
+        bench_peers.check_output("fine", plain, expected, allowed, rank=1)
+        with pytest.raises(RuntimeError, match="broken is wrong"):
+            bench_peers.check_output("broken", expected + off, expected, allowed, rank=1)
