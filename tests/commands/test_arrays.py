@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 import os
@@ -186,6 +187,17 @@ def test_whatever_numpy_makes_an_array_of_is_taken(as_given: Callable[[Any], Any
     for name, values, wanted in (("volume", VOLUME, VOLUME), ("mask", (VOLUME > 30000) * np.uint16(2), VOLUME > 30000)):
         save_as_restore(as_given(values), tmp_path / f"{name}.npy")
         assert (np.load(tmp_path / f"{name}.npy") == wanted).all()
+
+
+def test_a_folder_without_room_for_the_volume_ends_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing to the map of a file that has no blocks on a full disk would end the caller by SIGBUS."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match="set TMPDIR"):
+        cocodiff.restore(VOLUME, MASK, **QUICK)
 
 
 def test_options_are_words_of_the_command_line() -> None:

@@ -21,6 +21,7 @@ from tiny_models import sd3_transformer
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
+from cocodiff.jobs.folder import Manifest
 from cocodiff.models.family import GENERATE, INPAINT
 from cocodiff.topology.axes import Partition
 
@@ -64,6 +65,14 @@ def test_a_dry_run_says_deal_memory_and_time_before_any_weight_is_read(machine, 
 def test_a_dry_run_of_slices(words, said, tmp_path, capsys):
     assert main(["inpaint", *words, "--ranks", "12", "--out", str(tmp_path / "out"), "--dry_run"]) == 0
     assert said in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_takes_the_name_of_results_and_leaves_them(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_text("{}")
+    Manifest("", ["metrics.json"]).write(tmp_path)
+    words = ["inpaint", "--input", str(SAMPLES[0]), "--ranks", "2", "--out", str(tmp_path)]
+    assert main([*words, "--dry_run"]) == 0 and (tmp_path / "metrics.json").read_text() == "{}"
+    assert main(words) == 2
 
 
 @pytest.mark.parametrize(
