@@ -9,6 +9,7 @@ from seams import kernels_of_parts
 from cocodiff.attention import local, sums
 from cocodiff.attention.local import partial_attention
 from cocodiff.attention.sums import attend_in_chunks, attend_plainly, kernel_of
+from cocodiff.attention.trial import Shape, try_device
 from cocodiff.kernels import Kernels
 
 
@@ -22,20 +23,11 @@ def test_rows_without_keys_weigh_nothing():
     assert torch.equal(out, before)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_plain_kernel_says_what_the_cpus_does(masked):
-    q, k, v = torch.randn(3, 2, 3, 5, 8).unbind()
-    mask = torch.rand(2, 1, 1, 5) < 0.7 if masked else None
-    bias = torch.zeros(2, 1, 1, 5).masked_fill(~mask, -math.inf) if masked else None
-    expected = partial_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask)
-    for found, x in zip(attend_plainly(q, k, v, bias), expected, strict=True):
-        torch.testing.assert_close(found.transpose(1, 2), x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masked", ["no", "keys", "causal"])
-def test_chunks_err_no_more_than_the_definition_in_the_same_dtype(monkeypatch, masked, dtype):
-    """At most twice as much as all scores at once, whose products are in the dtype too, chunk by chunk."""
+@pytest.mark.parametrize("attend", [attend_in_chunks, attend_plainly])
+def test_kernels_err_no_more_than_the_definition_in_the_same_dtype(monkeypatch, attend, masked, dtype):
+    """At most twice as much as all scores at once, whose products are in the dtype too; also chunk by chunk."""
     monkeypatch.setattr(sums, "CHUNK", 2 * 3 * 40 * 40)
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, 3, n, 64).to(dtype) for n in (130, 170, 170))
@@ -48,7 +40,7 @@ def test_chunks_err_no_more_than_the_definition_in_the_same_dtype(monkeypatch, m
     wide = [x.double() for x in (q, k, v)]
     scores = wide[0] @ wide[1].transpose(-1, -2) / 8 + (0.0 if bias is None else bias.double())
     expected, expected_lse = scores.softmax(-1) @ wide[2], scores.logsumexp(-1)
-    out, lse = attend_in_chunks(q, k, v, bias)
+    out, lse = attend(q, k, v, bias)
     rounded = (q @ k.transpose(-1, -2) / 8 + (0.0 if bias is None else bias)).softmax(-1) @ v
     plain = (rounded.double() - expected).abs().max()
     assert out.dtype == dtype and lse.dtype == torch.float32
@@ -57,16 +49,16 @@ def test_chunks_err_no_more_than_the_definition_in_the_same_dtype(monkeypatch, m
     assert (lse.double() - expected_lse).abs().max() <= 4 * torch.finfo(dtype).eps * largest
 
 
-def no_sums(q, k, v, bias):
-    return attend_plainly(q, k, v, bias)[0], None
+def no_sums(*qkv_bias):
+    return attend_plainly(*qkv_bias)[0], None
 
 
-def empty_sums(q, k, v, bias):
-    return attend_plainly(q, k, v, bias)[0], torch.empty(0)
+def empty_sums(*qkv_bias):
+    return attend_plainly(*qkv_bias)[0], torch.empty(0)
 
 
-def padded_sums(q, k, v, bias):
-    out, lse = attend_plainly(q, k, v, bias)
+def padded_sums(*qkv_bias):
+    out, lse = attend_plainly(*qkv_bias)
     return out, torch.nn.functional.pad(lse, (0, 7))
 
 
@@ -80,10 +72,20 @@ def no_mask(q, k, v, bias):
     return attend_plainly(q, k, v, bias)
 
 
+@pytest.fixture
+def tried(monkeypatch):
+    """A function that has kernels tried for the CPU, as if it were not known to have one."""
+    monkeypatch.delitem(kernels_of_parts(), "cpu")
+    kernel_of.cache_clear()
+    yield lambda kernels: monkeypatch.setitem(sums.TRIED, "cpu", kernels)
+    kernel_of.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kernels", "masked", "taken"),
     [
+        ((), False, "in chunks of 8 Mi scores (torch has no kernel)"),
         ((no_sums,), False, "in chunks of 8 Mi scores (no_sums: sums of shape None)"),
         ((empty_sums, attend_plainly), False, "attend_plainly"),
         ((padded_sums, attend_plainly), True, "attend_plainly"),
@@ -92,36 +94,28 @@ def no_mask(q, k, v, bias):
         ((no_mask, attend_plainly), False, "no_mask"),
     ],
 )
-def test_a_devices_kernel_is_the_first_that_gives_right_sums(monkeypatch, kernels, masked, taken, dtype):
-    """With stand-ins for what versions of torch have on XPU."""
-    monkeypatch.delitem(kernels_of_parts(), "cpu")
-    monkeypatch.setitem(sums.TRIED, "cpu", {kernel.__name__: kernel for kernel in kernels})
-    kernel_of.cache_clear()
-    try:
-        assert kernel_of("cpu", dtype, masked).told.startswith(taken)
-        q, k, v = torch.randn(3, 2, 9, 3, 64).to(dtype).unbind()
-        mask = torch.arange(9)[None, None, None].expand(2, 1, 1, 9) < 6 if masked else None
-        out, _ = partial_attention(q, k, v, mask)
-        expected, _ = attend_plainly(
-            *(x.transpose(1, 2) for x in (q, k[:, :6] if masked else k, v[:, :6] if masked else v)), None
-        )
-        torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=2e-2)
-    finally:
-        kernel_of.cache_clear()
+def test_a_devices_kernel_is_the_first_that_gives_right_sums(tried, kernels, masked, taken, dtype):
+    """With stand-ins for what versions of torch have on XPU. A trial of the device names it, and finds it right."""
+    tried({kernel.__name__: kernel for kernel in kernels})
+    told = kernel_of("cpu", dtype, masked).told
+    q, k, v = torch.randn(3, 2, 9, 3, 64).to(dtype).unbind()
+    mask = torch.arange(9)[None, None, None].expand(2, 1, 1, 9) < 6 if masked else None
+    out, _ = partial_attention(q, k, v, mask)
+    here = (x.transpose(1, 2) for x in (q, *(x[:, :6] if masked else x for x in (k, v))))
+    torch.testing.assert_close(out.transpose(1, 2), attend_plainly(*here, None)[0], rtol=0, atol=2e-2)
+    at = Shape((1, 90, 2, 64), (90, 128), dtype, masked, parts=True)
+    found = try_device(local.LocalAttention(), at, torch.device("cpu"), Kernels("torch"))
+    assert told.startswith(taken) and told in found.attention and found.error < 1
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_older_kernel_of_xpu_gives_none_without_gradients(monkeypatch, masked):
+def test_the_older_kernel_of_xpu_gives_none_without_gradients(monkeypatch, tried, masked):
     """An undefined tensor, which Python sees as None: it used to end every ring, Torus and streaming call there."""
     out = torch.ones(2, 3, 9, 64)
     for name in ("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_flash_attention"):
         monkeypatch.setattr(torch.ops.aten, name, lambda *_: (out, None, None, None))
-    monkeypatch.setitem(sums.TRIED, "cpu", sums.TRIED["xpu"])
-    kernel_of.cache_clear()
-    try:
-        assert kernel_of("cpu", torch.bfloat16, masked).told.startswith("in chunks")
-    finally:
-        kernel_of.cache_clear()
+    tried(sums.TRIED["xpu"])
+    assert kernel_of("cpu", torch.bfloat16, masked).told.startswith("in chunks")
 
 
 @pytest.mark.parametrize("masked", [False, True])
