@@ -158,7 +158,7 @@ class Ranks:
                     strategy.codec.begin_step(call.step_info)
                 outputs.append(strategy.attend(self.world.qkv(call, tensors, rank), call.layer).clone())
                 assert self.config.arrival != "now" or not self.messages.unwaited(rank)
-                sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes", "whole")})
+                sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes")})
             then(rank, strategy.codec)
             return OfRank(outputs, sent, strategy.codec)
 

@@ -64,52 +64,43 @@ def test_equals_one_process(codec, arrival, predictor, exchange, order, dtype, t
 
 @pytest.mark.parametrize("codec", ["int2", "int4"])
 def test_a_first_call_that_no_scale_fits_is_followed_by_a_whole_one(codec):
-    run = [
-        Call(0, spoilt=math.inf),
-        *map(Call, range(1, 5)),
-        Call(0, 1, spoilt=1e7),
-        *(Call(step, 1) for step in (1, 2)),
-    ]
+    run = [Call(0, spoilt=math.inf), *map(Call, range(1, 5)), Call(0, 1, spoilt=1e7), Call(1, 1), Call(2, 1)]
     whole_calls = {"int2": [0, 1, 5, 6], "int4": [0, 2, 5, 7]}  # int4's first calls travel as they are
     assert check(World(2), run, codec=codec).whole_calls == whole_calls[codec]
 
 
-@pytest.mark.parametrize(("codec", "fine_steps"), [("int2", 2), ("int4", 3), ("int8", 2)])
-def test_the_last_steps_have_twice_the_bits(codec, fine_steps):
+@pytest.mark.parametrize(
+    ("codec", "arrival", "fine_steps"),
+    [("int2", "now", 2), ("int4", "now", 3), ("int8", "now", 2), ("none", "displaced", 3)],
+)
+def test_the_last_steps_have_twice_the_bits_and_wait(codec, arrival, fine_steps):
     run = [replace(call, steps=len(RUN)) for call in RUN]
     for predictor in ("last", "taylor"):
-        check(World(2), run, codec=codec, predictor=predictor, fine_steps=fine_steps)
-
-
-def test_the_last_steps_wait():
-    run = [replace(call, steps=len(RUN)) for call in RUN]
-    reference = check(World(2), run, codec="none", arrival="displaced", fine_steps=3)
-    assert reference.displaced == ["", *["qkvo"] * 3, *[""] * 3]
+        reference = check(World(2), run, codec=codec, arrival=arrival, predictor=predictor, fine_steps=fine_steps)
+        assert reference.displaced == ["", *["qkvo" * (arrival == "displaced")] * 3, *[""] * 3]
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("arrival", ["now", "adaptive"])
 @pytest.mark.parametrize(
-    ("world", "settings"),
+    ("world", "settings", "arrival"),
     [
-        (World(2, channels=8), {"codec": "int2", "exchange": "flat"}),
-        (World(5, heads=6, image=24, dtype=torch.bfloat16), {"codec": "int4"}),
-        (World(5, heads=6, image=24, dtype=torch.bfloat16), {"codec": "none", "order": "joint"}),
-        (World(12, heads=13, image=31, machine="aurora", channels=8), {"codec": "int4", "exchange": "split"}),
-        (World(12, heads=13, image=63, machine="aurora", channels=8), {"codec": "none", "exchange": "split"}),
+        (World(2, channels=8), {"codec": "int2", "exchange": "flat"}, "now"),
+        (World(2, channels=8), {"codec": "int2", "exchange": "flat"}, "adaptive"),
+        (World(5, heads=6, image=24, dtype=torch.bfloat16), {"codec": "int4"}, "now"),
+        (World(5, heads=6, image=24, dtype=torch.bfloat16), {"codec": "none", "order": "joint"}, "adaptive"),
+        (World(12, heads=13, image=31, machine="aurora", channels=8), {"codec": "int4", "exchange": "split"}, "now"),
+        (
+            World(12, heads=13, image=63, machine="aurora", channels=8),
+            {"codec": "none", "exchange": "split"},
+            "adaptive",
+        ),
+        (World(24, heads=25, image=31, machine="aurora", channels=8), {"codec": "int4"}, "adaptive"),
     ],
 )
 def test_equals_one_process_on_any_number_of_ranks(world, settings, arrival):
     settings = {"order": "v_first", "predictor": "last", "tau": 0.045, **settings}
-    if arrival == "now" and settings["codec"] == "none":
-        return  # see test_exact_attention.py
     reference = check(world, RUN[:6], arrival=arrival, **settings)
     assert reference.whole_calls == [0] and ("qkv" in reference.displaced) == (arrival == "adaptive")
-
-
-def test_equals_one_process_on_two_nodes():
-    world = World(24, heads=25, image=31, machine="aurora", channels=8)
-    assert "qkv" in check(world, RUN[:6], codec="int4", arrival="adaptive", tau=0.045, predictor="last").displaced
 
 
 def test_no_timing_changes_a_bit():

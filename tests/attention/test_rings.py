@@ -16,12 +16,9 @@ from cocodiff.attention.local import LocalAttention
 from cocodiff.comm.loopback import LoopbackGroup
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Machine
 from cocodiff.engine.assemble import AttentionWork, mesh_of
-from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.automatic import price, price_meshes
 from cocodiff.planner.rings import LAG, stream_seconds, token_seconds
-from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -36,29 +33,13 @@ def test_at_most_two_foreign_blocks_are_here(machine, size):
         assert 0 < ranks.messages.most_bytes[rank] <= a_block * (1 if size == 2 else 2)
 
 
-def test_a_block_travels_while_the_one_before_is_attended_to(monkeypatch):
-    """Nothing attends before everybody's first message has come: that must not hold anybody up."""
+@pytest.mark.parametrize(("kind", "heads", "attended"), [("keys", 5, 0), ("token", 16, 16)])
+def test_messages_travel_while_what_came_before_is_attended_to(kind, heads, attended, monkeypatch):
+    """Nothing attends before everybody's first message has come, which is a block of keys; and a token ring does not
+    begin the last piece of its last queries before the results of other heads have returned to everybody. That must
+    not hold anybody up."""
     came, post = [threading.Event() for _ in range(3)], LoopbackGroup.send_recv
-
-    def send_recv(group: LoopbackGroup, sends: Any, recvs: Any) -> Any:
-        pending = post(group, sends, recvs)
-        pending.wait()
-        came[group.index].set()
-        return pending
-
-    class Waiting(LocalAttention):
-        def part(self, *qkv_mask: Any) -> Any:
-            assert all(event.wait(20.0) for event in came)
-            return super().part(*qkv_mask)
-
-    monkeypatch.setattr(LoopbackGroup, "send_recv", send_recv)
-    Ranks(World(3), ring=3, local=lambda rank: Waiting()).call([RUN[0]])
-
-
-def test_results_of_the_last_queries_return_while_a_token_ring_attends_to_their_other_heads(monkeypatch):
-    """The last piece is not begun before everybody's first one has come: that must not hold anybody up."""
-    came, post = [threading.Event() for _ in range(3)], LoopbackGroup.send_recv
-    heads_of = [0, 0, 0]  # by rank, heads of the last step that were attended to
+    heads_of = [0, 0, 0]  # by rank, heads that were attended to, of queries in pieces
 
     def send_recv(group: LoopbackGroup, sends: Any, recvs: Any) -> Any:
         pending = post(group, sends, recvs)
@@ -73,13 +54,13 @@ def test_results_of_the_last_queries_return_while_a_token_ring_attends_to_their_
 
         def part(self, q_BLHD: Any, *more: Any) -> Any:
             heads_of[self._rank] += q_BLHD.shape[2] % 16
-            if heads_of[self._rank] == 16:
+            if heads_of[self._rank] >= attended:
                 assert all(event.wait(20.0) for event in came)
             return super().part(q_BLHD, *more)
 
     monkeypatch.setattr(LoopbackGroup, "send_recv", send_recv)
-    Ranks(World(3, heads=16), ring=3, ring_kind="token", local=Waiting).call([RUN[0]])
-    assert heads_of == [16, 16, 16]
+    Ranks(World(3, heads=heads), ring=3, ring_kind=kind, local=Waiting).call([RUN[0]])
+    assert heads_of == [16 if kind == "token" else 3 * heads] * 3
 
 
 @pytest.mark.parametrize("kind", ["token", "streaming"])
@@ -99,16 +80,6 @@ def test_with_what_the_ulysses_part_sends_in_tensors_places(lossy, kind):
     for keys, others in zip(*of_kinds, strict=True):
         allowed = 1e-2 if "codec" in lossy else 1e-5
         torch.testing.assert_close(others.outputs, keys.outputs, rtol=0, atol=allowed)
-
-
-def test_within_a_node_both_directions_of_a_link_carry_something():
-    """Six ranks with a link to each other: queries take the one to the next rank, parts one to each other rank, and as
-    many bytes as a ring takes over one link."""
-    topology = Topology.build(Machine("m", tiles=1, planes=(0,), cards=6), 6)
-    work = AttentionWork(6, 8, image_and_text(36, 0), 2)
-    keys, tokens = (price(Config(), Mesh.build(topology, 6, kind=kind), work).sent for kind in ("keys", "token"))
-    sums = 6 * 5 * 4 * 2 * 6 * 6
-    assert tokens.bytes["plane"] == keys.bytes["plane"] + sums
 
 
 def test_token_moves_by_hand():

@@ -21,7 +21,7 @@ from cocodiff.attention.local import LocalAttention
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.engine import assemble
 from cocodiff.exchange.messages import InFlight
-from cocodiff.topology.routes.chunks import Stages, chunk_ranks, consecutive
+from cocodiff.topology.routes.chunks import Stages, chunk_ranks
 from cocodiff.topology.routes.plans import nic_detours, reverse, split_plan
 
 
@@ -122,11 +122,6 @@ def test_stages_are_the_plan_cut_in_pieces(topology, chunks, name):
 
 def blocks_of(plan, side: str) -> Counter:
     return Counter((peer, b) for phase in plan for peer, message in getattr(phase, side).items() for b in message)
-
-
-def test_chunks_go_by_distance():
-    assert [ranks[0] // 12 for ranks in chunk_ranks(topology_of("aurora", 48), 13, 4)] == [1, 2, 3, 0]
-    assert consecutive("abcde", 2) == [["a", "b"], ["c", "d", "e"]] and consecutive("ab", 3) == [["a"], ["b"]]
 
 
 def test_what_waits_for_another_node_is_late():
