@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -120,6 +121,11 @@ class OfRank(NamedTuple):
     outputs: list[Tensor]
     sent: list[dict[str, dict[str, int]]]
     codec: Any
+
+    def bytes_of_calls(self) -> list[int]:
+        """Of attention, on all links."""
+        total = [0, *(sum(sent["attention"].values()) for sent in self.sent)]
+        return [after - before for before, after in pairwise(total)]
 
 
 class Ranks:

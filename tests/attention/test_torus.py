@@ -124,6 +124,10 @@ def blocks_of(plan, side: str) -> Counter:
     return Counter((peer, b) for phase in plan for peer, message in getattr(phase, side).items() for b in message)
 
 
+def test_chunks_go_by_distance():
+    assert [ranks[0] // 12 for ranks in chunk_ranks(topology_of("aurora", 48), 13, 4)] == [1, 2, 3, 0]
+
+
 def test_what_waits_for_another_node_is_late():
     """Only detours that end here wait for a slow link before they are passed on; on the way back relays do as well."""
     topology = topology_of("aurora", 24)

@@ -6,7 +6,6 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +188,7 @@ def test_a_second_image_sees_nothing_of_the_first():
 def test_a_call_after_a_step_that_left_the_layer_out_is_whole():
     calls, schedule = run_of(8), {"schedule": "fixed", "ratio": 0.6, "warmup": 1, "sync_interval": 0}
     for one in selecting(Drifting(3, 6, 29), schedule).call([*calls[:3], *calls[4:6]]):
-        total = [0, *(sum(sent["attention"].values()) for sent in one.sent)]
-        of_calls = [after - before for before, after in pairwise(total)]
+        of_calls = one.bytes_of_calls()
         assert [count == of_calls[0] for count in of_calls] == [True, False, False, True, False]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from strangers import Bomb
 
 from cocodiff.cli.doctor.facts import Card, Nic
 from cocodiff.comm.objects import LENGTH, as_bytes, as_value
@@ -51,11 +52,6 @@ def test_tensors_and_arrays_come_with_their_bits() -> None:
 def test_what_is_no_plain_data_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="not sent between ranks"):
         as_bytes(value)
-
-
-class Bomb:
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path("exploded"),)
 
 
 def framed(found: Any) -> bytes:
