@@ -13,20 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_simulated_models import code_in_one_launch, on_devices
 from torch import Tensor
-from worlds import topology_of
 
 from cocodiff.attention import lossless as codecs
-from cocodiff.attention.stateful import LayerState
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.engine.assemble import build_strategy
-from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import PARTS
-from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.axes import Mesh
-from cocodiff.topology.layout import Layout
 
 ROUTES = [
     {"exchange": "flat"},
@@ -170,15 +165,6 @@ def test_each_call_sends_less_than_whole_tensors_or_a_fiftieth_more(kind, most):
             assert all(notes.merged([notes])["coded_fraction"] == 1 for notes in coded.codec.report().values())
             # of the rank that needs most, not of all ranks together: less than a whole tensor takes
             assert 0 < max(coded.codec.state_of(LAYER).needed.values()) < 2 * world.channels * PARTS
-
-
-def test_a_layer_that_begins_anew_forgets_what_its_last_call_needed():
-    state, x_BLHD = LayerState(), torch.empty(1, 4, 2, 8, dtype=torch.bfloat16)
-    layout = Layout.build(topology_of("local", 1), image_and_text(4, 0), 2)
-    state.take_notes([(0, 160, 0, 0)] * 4)
-    assert {*state.needed.values()} == {160}
-    state.begin(x_BLHD, layout, StepInfo(0, 0, 9), anew=True)
-    assert not state.needed
 
 
 @pytest.mark.parametrize("machine", ["aurora", pytest.param("local", marks=pytest.mark.exhaustive)])

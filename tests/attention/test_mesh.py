@@ -22,7 +22,7 @@ from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.automatic import price, price_meshes
 from cocodiff.planner.case import Case
 from cocodiff.planner.layers import plan_step
-from cocodiff.planner.rings import staged_seconds
+from cocodiff.planner.rings import LAG, staged_seconds, stream_seconds, token_seconds
 from cocodiff.planner.traffic import Traffic, Wires
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh, meshes
@@ -110,27 +110,6 @@ def test_the_default_placement_sends_least_out_of_the_busiest_node(topology, hea
     sent = [price(FLAT, mesh, work).sent.busiest_node for mesh in every if mesh.ring == ring]
     if topology.machine.missing_rates:
         assert price(FLAT, mesh_of(FLAT.with_(ring=ring), topology, work), work).sent.busiest_node == min(sent)
-
-
-@pytest.mark.parametrize(("size", "ring"), [(24, 8), (24, 24), (48, 4)])
-@pytest.mark.parametrize("placement", ["topology", "usp"])
-def test_a_move_takes_as_long_as_its_messages_on_the_fullest_link(size, ring, placement):
-    """Move by move with all messages of it, where prices take every level's largest blocks; here blocks are alike."""
-    topology, work = topology_of("aurora", size), AttentionWork(24, segments=image_and_text(64 * size, 0))
-    mesh = Mesh.build(topology, ring, placement)
-    layouts, wires = mesh.layouts(work.segments, 24), Wires(topology)
-    of_ranks = [visits_of(mesh, rank) for rank in range(size)]
-    found, links = price(FLAT, mesh, work).sent.ring.moves_s, topology.machine.links
-    assert len(found) == ring - 1
-    for number, seconds in enumerate(found):
-        sent = []
-        for rank, visits in enumerate(of_ranks):
-            slot, visit = mesh.group_and_slot(rank)[1], visits[number]
-            count = 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * work.cell
-            sent.append((rank, mesh.groups[visit.onward.to][slot], count))
-        traffic = Traffic(wires)
-        traffic.send(*np.array(sent).T)
-        assert seconds == pytest.approx(traffic.seconds() + links.latency_us / 1e6)
 
 
 def test_a_message_on_the_links_it_takes():
@@ -247,3 +226,70 @@ def test_long_attention_hides_a_ring_through_slow_links():
     assert mesh_of(long.with_(placement="topology"), topology, work).placement == "topology"
     unknown = topology_of("local-6x2", 48)  # tells no rates
     assert {mesh_of(one, unknown, work).placement for one in (short, long)} == {"topology"}
+
+
+# Kinds of rings -------------------------------------------------------------------------------------------------------
+
+
+def test_token_moves_by_hand():
+    """Queries of 1 s hide attention of 0.5 s; parts of 2 s may be LAG steps late, and the last are waited for, of which
+    the first of four pieces leaves after a fourth of the attention."""
+    moves = (1.0, 1.0, 1.0, 0.0), (0.0, 2.0, 2.0, 2.0), ()
+    assert LAG == 2 and token_seconds(*moves, 1, 0.5) == 3.5 + 2.0
+    assert token_seconds(*moves, 4, 0.5) == 3.125 + 2.0
+    assert token_seconds((0.0,), (0.0,), (5.0,), 1, 0.5) == 5.5  # a rank on each of two nodes: a ring of keys
+    assert token_seconds(*moves, 1, 10.0) == 42.0 and token_seconds(*moves, 4, 10.0) == 40.5
+
+
+def test_streaming_moves_by_hand():
+    """Three pieces of 1 s: the first gather and the last reduction and crossing are waited for."""
+    assert stream_seconds(2, 3, 0.25, 0.5, 0.125, 0.5) == 0.25 + 3 * 1.0 + 0.5 + 0.125
+    assert stream_seconds(2, 3, 0.25, 0.5, 1.0, 0.5) == 0.25 + 3 * 2.0 + 0.5 + 1.0
+    assert stream_seconds(1, 2, 3.0, 2.0, 0.0, 0.5) == 3.0 + 3.0 + 2.0 + 2.0
+
+
+def on_aurora(ranks: int, **settings: Any) -> Mesh:
+    return chosen(topology_of("aurora", ranks), 24, **settings)
+
+
+def test_prices_on_a_node_of_aurora():
+    """In a plane a token ring halves what the fullest link carries, and streaming's queries take the links to all other
+    ranks at once; over a card's two tiles a token ring gains nothing."""
+    topology = topology_of("aurora", 12)
+
+    def seconds(kind: str, ring: int, placement: str) -> float:
+        return price(Config(), Mesh.build(topology, ring, placement, kind=kind), AttentionWork(24)).seconds
+
+    assert seconds("streaming", 6, "usp") < seconds("token", 6, "usp") < seconds("keys", 6, "usp")
+    assert seconds("token", 2, "topology") >= seconds("keys", 2, "topology")
+
+
+def test_auto_takes_streaming_where_it_is_predicted_to_be_faster():
+    """In rings of a plane or a node. On a card's two tiles, where no rates are known, and in chunks keys go round."""
+    assert on_aurora(24, ring=24, ring_kind="auto").kind == "streaming"
+    assert on_aurora(48, ring_kind="auto").kind == "keys"
+    assert on_aurora(12, ring=12, ring_kind="auto").kind == "streaming"
+    assert on_aurora(12, ring=2, placement="topology", ring_kind="auto").kind == "keys"
+    assert chosen(topology_of("local", 12), 24, ring=12, ring_kind="auto").kind == "keys"
+    assert Config(ring=12, ring_kind="auto", chunks=2).ring_kind == "keys"
+
+
+@pytest.mark.parametrize("kind", ["token", "streaming"])
+def test_a_kind_is_taken_where_it_is_asked_for(kind):
+    asked = on_aurora(12, ring_kind=kind)
+    assert asked.ring > 1 and asked.kind == kind
+    found = price_meshes(Config(ring_kind=kind), topology_of("aurora", 12), AttentionWork(24))
+    assert all(one.mesh.ring > 1 for one in found)
+    assert on_aurora(12).ring == on_aurora(12, ring=1, ring_kind=kind).ring == 1
+    assert chosen(topology_of("local", 1), 24, ring_kind=kind).ring == 1
+
+
+@pytest.mark.parametrize("kind", ["token", "streaming"])
+def test_spellings_of_a_kind(kind):
+    assert Config(ring=kind) == Config(ring_kind=kind) and Config().ring_kind == "keys"
+    assert Config(ring=4, ring_kind=kind).ring == 4
+    for chunks in (2, "auto"):
+        with pytest.raises(UserError, match=f"ring_kind {kind} .* chunks {chunks}"):
+            Config(ring=2, ring_kind=kind, chunks=chunks)
+    with pytest.raises(UserError, match="ring_kind"):
+        Config(ring_kind="values")

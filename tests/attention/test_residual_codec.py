@@ -207,10 +207,11 @@ def test_a_call_follows_the_last_one_where_all_is_alike(like, layout, step, anew
         state = LayerState()
         for before in (0, 1):
             state.begin(X, LAYOUTS[0], StepInfo(0, before, 9), False)
-        state.take_notes([(0, 0, 0, 0), (unfit, 0, 0, 0)] * 2)
+        state.take_notes([(0, 160, 0, 0), (unfit, 160, 0, 0)] * 2)
         with torch.inference_mode(inference):
             state.begin(like, LAYOUTS[layout], StepInfo(0, step, 9), anew)
         assert (state.follows, len(state.levels)) == ((0, 1) if unfit or not follows else (2, 3))
+        assert {*state.needed.values()} == ({160} if state.follows else set())
 
 
 def test_what_is_told_of_a_step_is_of_its_calls():
