@@ -196,7 +196,6 @@ LAYOUTS = [Layout.build(topology_of("local", 2), image_and_text(image, 3), 2) fo
         (X, 0, 4, False, False, 2),  # steps between left the layer out
         (X, 0, 1, False, False, 0),
         (X, 0, 2, True, False, 0),
-        (X[:, :3], 0, 2, False, False, 0),
         (X.bfloat16(), 0, 2, False, False, 0),
         (X, 1, 2, False, False, 0),
         (X, 0, 2, False, True, 0),

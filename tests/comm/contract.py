@@ -137,7 +137,7 @@ def total_over(group: Group, value: float) -> float:
 def check_barrier(group: Group) -> None:
     """Nobody leaves a barrier before the last one came."""
     if group.index == 0:
-        time.sleep(0.3)
+        time.sleep(0.1)
     came = time.time()
     group.barrier()
     left = time.time()

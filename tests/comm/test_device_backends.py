@@ -19,7 +19,6 @@ from cocodiff.comm import torch_dist
 from cocodiff.comm.checked import CheckedGroup
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.health import Health
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
 from cocodiff.comm.torch_dist import CCL_BINDINGS, check_backend, device_backend, new_group, posts_one_by_one
 from cocodiff.comm.transport import TOGETHER, PartGroup
 from cocodiff.config.errors import UserError
@@ -100,15 +99,14 @@ def test_groups_are_all_to_alls_by_default_where_batches_are_posted_one_by_one(m
 
 
 @pytest.mark.parametrize("library", ["xccl", "ccl", "nccl", "gloo"])
-def test_nodes_are_asked_for_where_a_library_passes_groups_across_nodes_through_the_host(monkeypatch, library):
+def test_nodes_are_asked_for_where_a_library_passes_groups_across_nodes_through_the_host(monkeypatch, library, alone):
     """By the names of hosts, as oneCCL does. The group of another node's rank is not the node's."""
     others = ["another node"]
     monkeypatch.setattr(torch_dist.TorchDistTransport, "all_gather_values", lambda _, own, at: [own, *others])
     monkeypatch.setattr(dist, "get_backend", lambda: library)
     monkeypatch.setattr(torch_dist, "gloo_group", lambda members, rank: new_group(members, "gloo"))
     torch_dist.initialise("gloo", dist.HashStore(), 0, 1, CPU)
-    carrier = LoopbackTransport(LoopbackWorld(1), 0)
-    transport = torch_dist.TorchDistTransport(CPU, Health(), True, None, carrier)
+    transport = torch_dist.TorchDistTransport(CPU, Health(), True, None, alone)
     with contextlib.closing(transport):
         assert [*transport.node_of] == ([socket.gethostname(), *others] if library in ("xccl", "ccl") else [])
         assert transport.world.ranks == transport.group([0]).ranks == (0,)
@@ -135,8 +133,7 @@ def test_rank_0_says_so_in_one_line_at_the_start(monkeypatch, caplog):
     monkeypatch.setenv("CCL_OP_SYNC", "1")
     for rank in (1, 0):
         with caplog.at_level(logging.WARNING):
-            of_rank = SimpleNamespace(library="xccl", rank=rank, device=XPU, drawback="")
-            tell_of_blocking(of_rank)
+            tell_of_blocking(SimpleNamespace(library="xccl", rank=rank, device=XPU, drawback=""))
     assert [record.getMessage() for record in caplog.records] == [
         "messages will not be hidden: CCL_OP_SYNC=1 makes every oneCCL call wait for its end "
         "(unset CCL_OP_SYNC unless modules set it)"

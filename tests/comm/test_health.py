@@ -93,24 +93,28 @@ def open_sockets() -> int:
     return len(psutil.Process().net_connections("tcp"))
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_whose_connection_closes_is_named_by_every_survivor(watches: Watches, victim: int) -> None:
-    ranks = watches.open(range(4), 4)
-    cut(ranks[victim])
-    errors = [awaited_error(watch) for watch in ranks if watch.rank != victim]
-    assert [str(error) for error in errors] == [f"rank {victim} died: its connection closed"] * 3
-    assert [(type(error), error.rank) for error in errors] == [(PeerLost, victim)] * 3
+FAILED = "6 ranks for 4 heads"
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-@pytest.mark.parametrize("mistake", [False, True])
-def test_a_failure_is_named_with_its_reason(watches: Watches, failing: int, mistake: bool) -> None:
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize(
+    ("strike", "kind", "said"),
+    [
+        (cut, PeerLost, "rank {} died: its connection closed"),
+        (lambda watch: watch.fail(FAILED), PeerLost, f"rank {{}} failed: {FAILED}"),
+        (lambda watch: watch.fail(FAILED, mistake=True), UserError, FAILED),
+    ],
+    ids=["closed", "failed", "mistaken"],
+)
+def test_what_happens_to_a_rank_is_named_by_every_other(
+    watches: Watches, who: int, strike: Callable[[Watch], None], kind: type, said: str
+) -> None:
     ranks = watches.open(range(4), 4)
-    ranks[failing].fail("6 ranks for 4 heads", mistake)
-    errors = [awaited_error(watch) for watch in ranks if watch.rank != failing]
-    said = "6 ranks for 4 heads" if mistake else f"rank {failing} failed: 6 ranks for 4 heads"
-    assert [(type(error), str(error)) for error in errors] == [(UserError if mistake else PeerLost, said)] * 3
-    for watch in ranks:  # who has caught that does not go on
+    strike(ranks[who])
+    others = [watch for watch in ranks if watch.rank != who]
+    errors = [awaited_error(watch) for watch in others]
+    assert [(type(error), str(error)) for error in errors] == [(kind, said.format(who))] * 3
+    for watch in others if strike is cut else ranks:  # who has caught that does not go on
         with pytest.raises((PeerLost, UserError)):
             watch.arrive("the next call")
 

@@ -49,11 +49,6 @@ def started(*words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(program, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A job's folder, in one that is this user's alone."""
@@ -72,16 +67,14 @@ def sibling(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+UNMET = "the ranks did not meet within 1 s in MPI_Init"
+
+
 @pytest.mark.parametrize(
     ("ranks", "start_s", "fault", "said"),
     [
-        (
-            2,
-            1.0,
-            0,
-            "the ranks did not meet within 1 s in MPI_Init; all 2 ranks of this host are there: one of them hangs",
-        ),
-        (3, 1.0, 0, "the ranks did not meet within 1 s in MPI_Init; of this host's 3 ranks there are 0, 1"),
+        (2, 1.0, 0, f"{UNMET}; all 2 ranks of this host are there: one of them hangs"),
+        (3, 1.0, 0, f"{UNMET}; of this host's 3 ranks there are 0, 1"),
         (3, 60.0, signal.SIGSTOP, "rank 1 has been stopped for 1 s"),
         (3, 60.0, signal.SIGKILL, "rank 1 died before the ranks had met"),
     ],
@@ -94,8 +87,10 @@ def test_a_start_that_is_never_complete_ends_with_its_reason(
     assert waiting.stdout is not None and waiting.stdout.readline() == "waits\n"
     sibling.send_signal(fault)
     for rank, process in ((0, waiting), (2, None)):
-        code, told = end_of(process or started(folder, ranks, 60.0, rank))
-        assert code == -signal.SIGKILL and told.startswith(f"cocodiff: [rank {rank}] {said}") and told.count("\n") == 1
+        ended = process or started(folder, ranks, 60.0, rank)
+        _, told = ended.communicate(timeout=60)
+        assert ended.returncode == -signal.SIGKILL
+        assert told.startswith(f"cocodiff: [rank {rank}] {said}") and told.count("\n") == 1
 
 
 def test_what_killed_jobs_left_is_cleared_and_others_folders_are_not_used(folder: Path, tmp_path: Path) -> None:
