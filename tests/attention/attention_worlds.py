@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -121,6 +122,11 @@ class OfRank(NamedTuple):
     sent: list[dict[str, dict[str, int]]]
     codec: Any
 
+    def bytes_of_calls(self) -> list[int]:
+        """Of attention, on all links."""
+        total = [0, *(sum(sent["attention"].values()) for sent in self.sent)]
+        return [after - before for before, after in pairwise(total)]
+
 
 class Ranks:
     """Attention of all ranks of a world, call after call. A send that nobody waits for changes no number here, but on a
@@ -158,7 +164,7 @@ class Ranks:
                     strategy.codec.begin_step(call.step_info)
                 outputs.append(strategy.attend(self.world.qkv(call, tensors, rank), call.layer).clone())
                 assert self.config.arrival != "now" or not self.messages.unwaited(rank)
-                sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes", "whole")})
+                sent.append({purpose: trace.bytes(purpose) for purpose in ("attention", "notes")})
             then(rank, strategy.codec)
             return OfRank(outputs, sent, strategy.codec)
 

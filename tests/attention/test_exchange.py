@@ -98,10 +98,8 @@ def test_jobs_go_on_after_a_users_mistake_alone(error):
     layout = Layout.build(topology, image_and_text(6, 0), 2)
 
     def work(transport: LoopbackTransport) -> bool:
-        ours, own = (
-            Exchange("flat", RankContext(transport, topology, Trace(), Kernels())),
-            whole_BSHD[:, layout.row_slices[transport.rank]],
-        )
+        ours = Exchange("flat", RankContext(transport, topology, Trace(), Kernels()))
+        own = whole_BSHD[:, layout.row_slices[transport.rank]]
         with pytest.raises(type(error)):
             Mistaken(ours, layout).send(q=own)["q"].wait()
         with contextlib.suppress(RuntimeError):

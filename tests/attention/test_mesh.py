@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -17,20 +16,17 @@ from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine
 from cocodiff.engine.assemble import AttentionWork, mesh_of
-from cocodiff.exchange.codec import CODED, WHOLE
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
-from cocodiff.planner.automatic import PricedMesh, price, price_meshes
-from cocodiff.planner.case import Case, ModelShape
-from cocodiff.planner.layers import plan_layers, plan_step
-from cocodiff.planner.rings import staged_seconds
+from cocodiff.planner.automatic import price, price_meshes
+from cocodiff.planner.case import Case
+from cocodiff.planner.layers import plan_step
+from cocodiff.planner.rings import LAG, staged_seconds, stream_seconds, token_seconds
 from cocodiff.planner.traffic import Traffic, Wires
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh, meshes
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.rounds import rounds_of, visits_of
-
-MODEST = settings(max_examples=40, deadline=None)
+from cocodiff.topology.routes.rounds import visits_of
 
 
 def machines(nodes: int, tiles: int) -> Topology:
@@ -41,23 +37,8 @@ def machines(nodes: int, tiles: int) -> Topology:
 FLAT = Config(exchange="flat")
 
 
-def priced(nodes: int, tiles: int, heads: int, ring: int, placement: str) -> PricedMesh:
-    config = FLAT.with_(ring=ring, placement=placement)
-    return price_meshes(config, machines(nodes, tiles), even_work(nodes * tiles, heads))[0]
-
-
-def even_work(ranks: int, heads: int) -> AttentionWork:
-    """One byte for each token and head; tokens divide by all ranks."""
-    return AttentionWork(heads, head_dim=1, segments=image_and_text(4 * ranks, 0), itemsize=1)
-
-
-def blhd(one: PricedMesh, heads: int) -> Fraction:
-    """Bytes out of the busiest machine, in units of one whole tensor."""
-    return Fraction(int(one.sent.busiest_node), 4 * one.mesh.topology.size * heads)
-
-
 @given(topologies(), st.integers(1, 40), st.integers(0, 30), st.integers(1, 30), st.data())
-@MODEST
+@settings(max_examples=40, deadline=None)
 def test_layouts_deal_tokens_as_without_a_mesh_and_heads_evenly(topology, more, text, heads, data):
     mesh = data.draw(st.sampled_from(meshes(topology, heads)))
     image = topology.size + more
@@ -71,47 +52,37 @@ def test_layouts_deal_tokens_as_without_a_mesh_and_heads_evenly(topology, more, 
         assert max(layout.heads) - min(layout.heads) <= 1
 
 
+def links_onward(mesh: Mesh, rank: int) -> Counter[str | None]:
+    """The links that a rank's blocks go on over."""
+    to = [group[mesh.group_and_slot(rank)[1]] for group in mesh.groups]
+    onward = [visit.onward for visit in visits_of(mesh, rank) if visit.onward is not None]
+    return Counter(mesh.topology.link_class(rank, to[one.to]) for one in onward)
+
+
+def test_over_cards_of_unequal_numbers_of_ranks_a_ring_goes_to_and_fro():
+    mesh = Mesh.build(topology_of("local", 5), 5)
+    links = [{"sibling": 4}, {"plane": 4}, {"plane": 4}, {"sibling": 4}, {"plane": 4}]
+    assert [links_onward(mesh, rank) for rank in range(5)] == links
+
+
 @pytest.mark.parametrize(
     ("machine", "size", "ring", "links"),
     [
-        ("aurora", 96, 2, {"sibling"}),
-        ("aurora", 24, 12, {"sibling", "plane"}),
-        ("aurora", 12, 4, {"sibling", "plane"}),
-        ("local", 24, 8, {"sibling", "plane"}),
+        ("aurora", 96, 2, {"sibling": 1}),
+        ("aurora", 24, 12, {"plane": 5, "sibling": 6}),
+        ("aurora", 12, 4, {"plane": 1, "sibling": 2}),
+        ("local", 24, 8, {"plane": 3, "sibling": 4}),
+        ("aurora", 24, 24, {"node": 1, "plane": 10, "sibling": 12}),
     ],
 )
-def test_a_ring_stays_on_cards_and_planes(machine, size, ring, links):
+def test_a_ring_stays_on_cards_and_planes_and_a_node_hears_a_block_once(machine, size, ring, links):
+    """How many blocks a rank passes on over which links. In a ring on two nodes 12 blocks cross each way, not 23, each
+    over the sender's own NIC."""
     mesh = Mesh.build(topology_of(machine, size), ring)
-    assert {link for rank in range(size) for link in classes_of(mesh, rank)} == links
+    assert all(links_onward(mesh, rank) == links for rank in range(size))
     for group in mesh.groups if ring == 2 else ():  # Ulysses goes over a plane's cards
         places = [mesh.topology.places[rank] for rank in group]
         assert len({place.plane for place in places}) == 1 and len({place.card for place in places}) == len(group)
-
-
-def classes_of(mesh: Mesh, rank: int) -> tuple[str | None, ...]:
-    """The links that a rank's blocks go on over, one for each."""
-    ranks = [group[mesh.group_and_slot(rank)[1]] for group in mesh.groups]
-    onward = [visit.onward for visit in visits_of(mesh, rank) if visit.onward is not None]
-    return tuple(mesh.topology.link_class(rank, ranks[one.to]) for one in onward)
-
-
-def test_a_node_hears_a_block_once_from_each_other_one():
-    """24 ranks of two nodes in one ring: 12 blocks cross each way, not 23, each over the sender's own NIC."""
-    topology = topology_of("aurora", 24)
-    mesh = Mesh.build(topology, 24)
-    assert rounds_of(mesh)[0].shape == (2, 6, 2)
-    for rank in range(24):
-        assert Counter(classes_of(mesh, rank)) == {"node": 1, "plane": 10, "sibling": 12}
-
-
-@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
-@pytest.mark.parametrize("tiles", [2, 3, 6, 8, 12])
-def test_equations_4_and_6_of_appendix_d(nodes, tiles):
-    """Per machine: usp with P_r = N sends 2 (N - 1) / N, topology with N | P_u sends 4 (N - 1) / N^2."""
-    heads = nodes * tiles
-    assert blhd(priced(nodes, tiles, heads, nodes, "usp"), heads) == Fraction(2 * (nodes - 1), nodes)
-    for ring in (n for n in range(2, tiles + 1) if tiles % n == 0):
-        assert blhd(priced(nodes, tiles, heads, ring, "topology"), heads) == Fraction(4 * (nodes - 1), nodes**2)
 
 
 @given(
@@ -120,32 +91,12 @@ def test_equations_4_and_6_of_appendix_d(nodes, tiles):
 @settings(max_examples=60, deadline=None)
 def test_the_default_placement_sends_least_out_of_the_busiest_node(topology, heads, data):
     """Of all placements of a ring degree. That prices are what ranks send is in `test_exact_attention.py`."""
-    every, work = meshes(topology, heads), even_work(topology.size, heads)
+    every = meshes(topology, heads)
+    work = AttentionWork(heads, head_dim=1, segments=image_and_text(4 * topology.size, 0), itemsize=1)
     ring = data.draw(st.sampled_from(sorted({mesh.ring for mesh in every})))
     sent = [price(FLAT, mesh, work).sent.busiest_node for mesh in every if mesh.ring == ring]
     if topology.machine.missing_rates:
         assert price(FLAT, mesh_of(FLAT.with_(ring=ring), topology, work), work).sent.busiest_node == min(sent)
-
-
-@pytest.mark.parametrize(("size", "ring"), [(24, 8), (24, 24), (48, 4)])
-@pytest.mark.parametrize("placement", ["topology", "usp"])
-def test_a_move_takes_as_long_as_its_messages_on_the_fullest_link(size, ring, placement):
-    """Move by move with all messages of it, where prices take every level's largest blocks; here blocks are alike."""
-    topology, work = topology_of("aurora", size), AttentionWork(24, segments=image_and_text(64 * size, 0))
-    mesh = Mesh.build(topology, ring, placement)
-    layouts, wires = mesh.layouts(work.segments, 24), Wires(topology)
-    of_ranks = [visits_of(mesh, rank) for rank in range(size)]
-    found, links = price(FLAT, mesh, work).sent.ring.moves_s, topology.machine.links
-    assert len(found) == ring - 1
-    for number, seconds in enumerate(found):
-        sent = []
-        for rank, visits in enumerate(of_ranks):
-            slot, visit = mesh.group_and_slot(rank)[1], visits[number]
-            count = 2 * sum(layouts[visit.member].rows) * layouts[0].heads[slot] * work.cell
-            sent.append((rank, mesh.groups[visit.onward.to][slot], count))
-        traffic = Traffic(wires)
-        traffic.send(*np.array(sent).T)
-        assert seconds == pytest.approx(traffic.seconds() + links.latency_us / 1e6)
 
 
 def test_a_message_on_the_links_it_takes():
@@ -172,6 +123,12 @@ def chosen(topology: Topology, heads: int, image: int = 4096, **settings: Any) -
     return mesh_of(Config(**settings), topology, AttentionWork(heads, segments=image_and_text(image, 512)))
 
 
+def telling(topology: Topology, **device: Any) -> Topology:
+    """The same ranks on devices with a kernel that tells the sums of a part."""
+    device = replace(topology.machine.device, sums_kernel=True, **device)
+    return replace(topology, machine=replace(topology.machine, device=device))
+
+
 def test_what_auto_takes():
     aurora = topology_of("aurora", 96)
     mesh = chosen(aurora, 24)
@@ -188,23 +145,10 @@ def test_what_auto_takes():
     assert len(uneven) > 2
     assert chosen(aurora, 24, selection="v_major").ring == 4
     two = topology_of("aurora", 24)
-    telling = replace(two.machine, device=replace(two.machine.device, sums_kernel=True))
-    assert chosen(replace(two, machine=telling), 38, 65536).ring > 1  # the idle heads cost most there
-    assert chosen(replace(two, machine=telling), 38, 65536, selection="v_major").ring == 1
+    assert chosen(telling(two), 38, 65536).ring > 1  # the idle heads cost most there
+    assert chosen(telling(two), 38, 65536, selection="v_major").ring == 1
     assert chosen(two, 38, 65536).ring == 1  # parts whose sums no kernel tells cost more
     assert chosen(two.part((0, 1)), 38, 65536).ring == 1
-
-
-@pytest.mark.parametrize("settings", [{}, {"chunks": 2}, {"codec": "int4"}], ids=["exact", "chunks", "int4"])
-@pytest.mark.parametrize("exchange", ["flat", "tapa", "split"])
-def test_a_mesh_is_priced_as_a_plan_has_a_layer(exchange, settings):
-    topology, config, work = topology_of("aurora", 24), Config(exchange=exchange, **settings), AttentionWork(24)
-    for ring in (1, 2, 12):
-        mesh = Mesh.build(topology, ring)
-        layer = Case(ModelShape("a layer", 24, 128, 1, 1), topology, config, work.segments, known_mesh=mesh)
-        plan = plan_layers(layer)[0][1][WHOLE if config.codec == "none" else CODED]
-        found = price(config, mesh, work)
-        assert (found.seconds, found.sent.bytes) == (plan.seconds, plan.bytes)
 
 
 def test_meshes_that_the_settings_do_not_allow_are_left_out():
@@ -231,7 +175,7 @@ def test_what_auto_takes_is_what_a_plan_prices_least(model, size, nodes):
 def test_what_stages_hide_counts_for_the_time_and_not_for_the_bytes():
     """12 MB of q, k and v per rank on two nodes, attention about as long as they travel, and none."""
     aurora, work = topology_of("aurora", 24), AttentionWork(12, 128, image_and_text(15624, 0), itemsize=4)
-    topology, timeless = (on_tiles_of(aurora, tflop_s) for tflop_s in (125.0, 1e9))
+    topology, timeless = (telling(aurora, bf16_tflop_s=tflop_s) for tflop_s in (125.0, 1e9))
     staged = FLAT.with_(chunks=2)
     for placement in ("topology", "usp"):
         mesh, soon = (Mesh.build(one, 2, placement) for one in (topology, timeless))
@@ -254,36 +198,73 @@ def test_stages_by_hand():
     assert staged_seconds(*three, (7.0,), 100.0) == 3 + 200 + 1
 
 
-def on_tiles_of(topology, tflop_s):
-    """With a kernel that tells the sums of a part."""
-    device = replace(topology.machine.device, bf16_tflop_s=tflop_s, sums_kernel=True)
-    return replace(topology, machine=replace(topology.machine, device=device))
-
-
-@pytest.mark.parametrize(
-    ("size", "heads", "ring", "message"),
-    [
-        (12, 24, 5, r"ring 5: 12 ranks and 24 attention heads allow ring 1, 2, 3, 4, 6, 12 \(a divisor"),
-        (96, 24, 2, r"ring 2: 96 ranks and 24 attention heads allow ring 4, 6, 8.* at most 24 ranks to a Ulysses"),
-    ],
-)
-def test_rings_that_cannot_be(size, heads, ring, message):
-    with pytest.raises(UserError, match=message):
-        chosen(topology_of("local", size), heads, ring=ring)
-
-
 def test_a_layer_with_too_few_heads():
     with pytest.raises(UserError, match=r"groups of 6 of 12 ranks for 5 attention heads.*at most 5 ranks to a group"):
         Mesh.build(topology_of("local", 12), 2).layouts(image_and_text(24, 0), 5)
 
 
-def test_long_attention_hides_a_ring_through_slow_links():
-    """Where rates are known: fewer bytes between nodes, unless the other placement is predicted to be faster
-    for calls of so many tokens."""
-    topology, work = topology_of("p4de", 32), AttentionWork(24, 64)
-    short, long = (Config(ring=4, image_tokens=tokens) for tokens in (4096, 400**2))
-    assert mesh_of(short, topology, work).placement == "topology"
-    assert mesh_of(long, topology, work).placement == "usp"
-    assert mesh_of(long.with_(placement="topology"), topology, work).placement == "topology"
-    unknown = topology_of("local-6x2", 48)  # tells no rates
-    assert {mesh_of(one, unknown, work).placement for one in (short, long)} == {"topology"}
+# Kinds of rings -------------------------------------------------------------------------------------------------------
+
+
+def test_token_moves_by_hand():
+    """Queries of 1 s hide attention of 0.5 s; parts of 2 s may be LAG steps late, and the last are waited for, of which
+    the first of four pieces leaves after a fourth of the attention."""
+    moves = (1.0, 1.0, 1.0, 0.0), (0.0, 2.0, 2.0, 2.0), ()
+    assert LAG == 2 and token_seconds(*moves, 1, 0.5) == 3.5 + 2.0
+    assert token_seconds(*moves, 4, 0.5) == 3.125 + 2.0
+    assert token_seconds((0.0,), (0.0,), (5.0,), 1, 0.5) == 5.5  # a rank on each of two nodes: a ring of keys
+    assert token_seconds(*moves, 1, 10.0) == 42.0 and token_seconds(*moves, 4, 10.0) == 40.5
+
+
+def test_streaming_moves_by_hand():
+    """Three pieces of 1 s: the first gather and the last reduction and crossing are waited for."""
+    assert stream_seconds(2, 3, 0.25, 0.5, 0.125, 0.5) == 0.25 + 3 * 1.0 + 0.5 + 0.125
+    assert stream_seconds(2, 3, 0.25, 0.5, 1.0, 0.5) == 0.25 + 3 * 2.0 + 0.5 + 1.0
+    assert stream_seconds(1, 2, 3.0, 2.0, 0.0, 0.5) == 3.0 + 3.0 + 2.0 + 2.0
+
+
+def on_aurora(ranks: int, **settings: Any) -> Mesh:
+    return chosen(topology_of("aurora", ranks), 24, **settings)
+
+
+def test_prices_on_a_node_of_aurora():
+    """In a plane a token ring halves what the fullest link carries, and streaming's queries take the links to all other
+    ranks at once; over a card's two tiles a token ring gains nothing."""
+    topology = topology_of("aurora", 12)
+
+    def seconds(kind: str, ring: int, placement: str) -> float:
+        return price(Config(), Mesh.build(topology, ring, placement, kind=kind), AttentionWork(24)).seconds
+
+    assert seconds("streaming", 6, "usp") < seconds("token", 6, "usp") < seconds("keys", 6, "usp")
+    assert seconds("token", 2, "topology") >= seconds("keys", 2, "topology")
+
+
+def test_auto_takes_streaming_where_it_is_predicted_to_be_faster():
+    """In rings of a plane or a node. On a card's two tiles, where no rates are known, and in chunks keys go round."""
+    assert on_aurora(24, ring=24, ring_kind="auto").kind == "streaming"
+    assert on_aurora(48, ring_kind="auto").kind == "keys"
+    assert on_aurora(12, ring=12, ring_kind="auto").kind == "streaming"
+    assert on_aurora(12, ring=2, placement="topology", ring_kind="auto").kind == "keys"
+    assert chosen(topology_of("local", 12), 24, ring=12, ring_kind="auto").kind == "keys"
+    assert Config(ring=12, ring_kind="auto", chunks=2).ring_kind == "keys"
+
+
+@pytest.mark.parametrize("kind", ["token", "streaming"])
+def test_a_kind_is_taken_where_it_is_asked_for(kind):
+    asked = on_aurora(12, ring_kind=kind)
+    assert asked.ring > 1 and asked.kind == kind
+    found = price_meshes(Config(ring_kind=kind), topology_of("aurora", 12), AttentionWork(24))
+    assert all(one.mesh.ring > 1 for one in found)
+    assert on_aurora(12).ring == on_aurora(12, ring=1, ring_kind=kind).ring == 1
+    assert chosen(topology_of("local", 1), 24, ring_kind=kind).ring == 1
+
+
+@pytest.mark.parametrize("kind", ["token", "streaming"])
+def test_spellings_of_a_kind(kind):
+    assert Config(ring=kind) == Config(ring_kind=kind) and Config().ring_kind == "keys"
+    assert Config(ring=4, ring_kind=kind).ring == 4
+    for chunks in (2, "auto"):
+        with pytest.raises(UserError, match=f"ring_kind {kind} .* chunks {chunks}"):
+            Config(ring=2, ring_kind=kind, chunks=chunks)
+    with pytest.raises(UserError, match="ring_kind"):
+        Config(ring_kind="values")

@@ -6,7 +6,6 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,26 +188,8 @@ def test_a_second_image_sees_nothing_of_the_first():
 def test_a_call_after_a_step_that_left_the_layer_out_is_whole():
     calls, schedule = run_of(8), {"schedule": "fixed", "ratio": 0.6, "warmup": 1, "sync_interval": 0}
     for one in selecting(Drifting(3, 6, 29), schedule).call([*calls[:3], *calls[4:6]]):
-        total = [0, *(sum(sent["attention"].values()) for sent in one.sent)]
-        of_calls = [after - before for before, after in pairwise(total)]
+        of_calls = one.bytes_of_calls()
         assert [count == of_calls[0] for count in of_calls] == [True, False, False, True, False]
-
-
-@pytest.mark.parametrize(("scoring", "reference"), [("source", "sent"), ("card", "prev")])
-def test_what_travels_is_what_was_selected(scoring, reference):
-    """Plane bytes of q, k and v, summed over ranks, follow r(t) exactly; the output's and the selection's come on top.
-    Six cards have 8 image tokens and 2 of the text each, and a plane 6 heads. Of 20 steps, of which the first two, the
-    12th and every tenth after it are full, the others leave 2 tokens of a card."""
-    world = Drifting(12, 12, 48, text=12, machine="aurora")
-    schedule = {"schedule": "fixed", "ratio": 0.75, "sync_interval": 10}
-    of_ranks = selecting(world, schedule, scoring=scoring, reference=reference).call(run_of(20))
-    cards, planes, B, row = 6, 2, world.batch, 4 * 4 * 6 * 5 / 6  # row: bytes of a token that leave its card in a plane
-    active = [8 if step in (0, 1, 12) else 2 for step in range(20)]
-    qkv = sum(3 * cards * planes * B * (2 + n) * row for n in active)
-    out = 20 * cards * planes * B * (2 + 8) * row
-    chosen = 17 * B * world.image * (4 if scoring == "source" else 1) * 5  # scores by rank, or masks by card
-    assert sum(one.sent[-1]["attention"]["plane"] for one in of_ranks) == qkv + out + chosen
-    assert sum(one.sent[-1]["whole"]["plane"] for one in of_ranks) == 20 * 4 * cards * planes * B * (2 + 8) * row
 
 
 def test_ties_go_to_the_first_positions():

@@ -1,5 +1,5 @@
 """One rank of a run to whose listening sockets strangers talk, as a program: `strangers.py TRANSPORT [RANKS]`; with a
-number of ranks they are forked, else a launcher has started them. The ranks print where they listened."""
+number of ranks they are forked, else a launcher has started them. Rank 0 prints where each listened."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def work(inherited: list[tuple[str, int]], transport: Transport) -> None:
         assert [part.unique().tolist() for part in parts] == [[float(r + number)] for r in range(transport.size)]
         assert transport.broadcast_value({"from": transport.rank}) == {"from": 0}
     if every is not None:
-        print(json.dumps([address for of_rank in every for address in of_rank]), flush=True)
+        print(json.dumps(every), flush=True)
     for stranger in strangers:
         stranger.close()
 

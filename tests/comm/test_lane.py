@@ -70,6 +70,18 @@ def test_a_job_runs_in_its_submitters_mode(lane):
     assert submitted_in_it.wait() == (True, False)
 
 
+def test_a_jobs_error_reaches_who_waits_and_the_lane_goes_on(lane):
+    """In the background: this thread has not waited for what it has not asked for."""
+    go, main = threading.Event(), threading.get_ident()
+    failed, here = lane.submit(lambda: {}["a job's own error"]), lane.submit(threading.get_ident)
+    last = lane.submit(go.wait, SOON_S)
+    with pytest.raises(KeyError, match="a job's own error"):
+        failed.wait()
+    assert here.wait() == here.wait() != main
+    go.set()
+    assert last.wait()
+
+
 def test_jobs_of_many_threads_run_once_in_order_and_never_two_at_a_time(lane):
     submitted, ran, at_once = [], [], threading.Lock()
     order = threading.Lock()

@@ -44,9 +44,7 @@ def test_pals_tells_no_size_and_none_is_taken_for_one():
         assert detect(PALS | missing) == Launch("mpi", 13, None, 1, 12)
 
 
-@pytest.mark.parametrize(
-    "lines", ["x1.host\nx2.host\n", "x1.host\n" * 12 + "\n" + "x2.host\n" * 12, "x1.host\r\nx2.host"]
-)
+@pytest.mark.parametrize("lines", ["x1\nx2\n", "x1\n" * 12 + "\n" + "x2\n" * 12, "x1\r\nx2"])
 def test_nodes_of_a_pbs_job_times_ranks_of_this_one_are_a_guess(tmp_path, lines):
     (tmp_path / "nodes").write_text(lines)
     job = {"PBS_NODEFILE": str(tmp_path / "nodes")}
@@ -83,6 +81,9 @@ def test_a_process_that_is_no_rank_hears_of_no_launcher():
     assert left == own and detect(left) == Launch()
 
 
+OTHER_SIZE = "WORLD_SIZE=2 in the environment, where an MPI launcher started 3 ranks: unset"
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
@@ -92,18 +93,12 @@ def test_a_process_that_is_no_rank_hears_of_no_launcher():
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0'"),
         (TORCHRUN | {"RANK": "2"}, "has rank 2 of 2: ranks go from 0 to 1"),
         (TORCHRUN | {"LOCAL_RANK": "one\ntwo"}, r"LOCAL_RANK='one\ntwo'"),
-        (
-            TORCHRUN | {"PMI_RANK": "1", "PMI_SIZE": "3"},
-            "WORLD_SIZE=2 in the environment, where an MPI launcher started 3 ranks: unset",
-        ),
+        (TORCHRUN | {"PMI_RANK": "1", "PMI_SIZE": "3"}, OTHER_SIZE),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536' in the environment: give a port up to 65535"),
         ({"TORCHELASTIC_RUN_ID": "job"}, "is set without RANK and WORLD_SIZE"),
         ({"PMI_RANK": "²"}, "PMI_RANK='²'"),
-        (
-            TORCHRUN | {"PALS_RANKID": "1", "COCODIFF_RANKS": "3"},
-            "WORLD_SIZE=2 in the environment, where an MPI launcher started 3 ranks: unset",
-        ),
+        (TORCHRUN | {"PALS_RANKID": "1", "COCODIFF_RANKS": "3"}, OTHER_SIZE),
         ({"PMIX_RANK": "0", "PMIX_SIZE": "many"}, "PMIX_SIZE='many'"),
         ({"PALS_RANKID": "0", "COCODIFF_RANKS": "many"}, "COCODIFF_RANKS='many'"),
         ({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"}, "has rank 4 of 4"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from warm import forked
 
 from cocodiff.comm import mpi_start
 from cocodiff.comm.connect import connect, environment_store, listening_socket
@@ -41,37 +41,12 @@ WAITS = """
         print("waits", flush=True)
         time.sleep(60)
 """
-JOINS = """
-    import json, os, sys
-    import psutil, torch
-    from cocodiff.comm.connect import connect
-    from cocodiff.comm.health import Limits
-    from cocodiff.comm.launch import detect
-    from cocodiff.config.errors import PeerLost
-
-    try:
-        transport = connect(detect(), "gloo", torch.device("cpu"), {}, Limits(start_s=float(os.environ["START_S"])))
-    except PeerLost as error:
-        sys.exit(str(error))
-    found = [one.laddr.ip for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
-    print(json.dumps([sorted({*found}), os.environ.get("GLOO_SOCKET_IFNAME")]))
-    transport.close()
-"""
 
 
-def started(program: str, *words: object, **environment: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), *map(str, words)],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {name: str(value) for name, value in environment.items()},
-    )
-
-
-def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
+def started(*words: object) -> subprocess.Popen[str]:
+    """A rank that waits for the others."""
+    program = [sys.executable, "-c", textwrap.dedent(WAITS), *map(str, words)]
+    return subprocess.Popen(program, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.fixture
@@ -92,16 +67,14 @@ def sibling(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+UNMET = "the ranks did not meet within 1 s in MPI_Init"
+
+
 @pytest.mark.parametrize(
     ("ranks", "start_s", "fault", "said"),
     [
-        (
-            2,
-            1.0,
-            0,
-            "the ranks did not meet within 1 s in MPI_Init; all 2 ranks of this host are there: one of them hangs",
-        ),
-        (3, 1.0, 0, "the ranks did not meet within 1 s in MPI_Init; of this host's 3 ranks there are 0, 1"),
+        (2, 1.0, 0, f"{UNMET}; all 2 ranks of this host are there: one of them hangs"),
+        (3, 1.0, 0, f"{UNMET}; of this host's 3 ranks there are 0, 1"),
         (3, 60.0, signal.SIGSTOP, "rank 1 has been stopped for 1 s"),
         (3, 60.0, signal.SIGKILL, "rank 1 died before the ranks had met"),
     ],
@@ -110,12 +83,14 @@ def test_a_start_that_is_never_complete_ends_with_its_reason(
     folder: Path, sibling: subprocess.Popen[bytes], ranks: int, start_s: float, fault: int, said: str
 ) -> None:
     """A rank that comes when the first one is dead tells the same reason."""
-    waiting = started(WAITS, folder, ranks, start_s, 0)
+    waiting = started(folder, ranks, start_s, 0)
     assert waiting.stdout is not None and waiting.stdout.readline() == "waits\n"
     sibling.send_signal(fault)
     for rank, process in ((0, waiting), (2, None)):
-        code, told = end_of(process or started(WAITS, folder, ranks, 60.0, rank))
-        assert code == -signal.SIGKILL and told.startswith(f"cocodiff: [rank {rank}] {said}") and told.count("\n") == 1
+        ended = process or started(folder, ranks, 60.0, rank)
+        _, told = ended.communicate(timeout=60)
+        assert ended.returncode == -signal.SIGKILL
+        assert told.startswith(f"cocodiff: [rank {rank}] {said}") and told.count("\n") == 1
 
 
 def test_what_killed_jobs_left_is_cleared_and_others_folders_are_not_used(folder: Path, tmp_path: Path) -> None:
@@ -124,20 +99,11 @@ def test_what_killed_jobs_left_is_cleared_and_others_folders_are_not_used(folder
     assert not folder.exists() and (tmp_path / "new/0").read_text() == str(os.getpid())
     Presence(tmp_path / "new", 0, 1).withdraw()
     assert not (tmp_path / "new").exists()
+    assert Presence(tmp_path / "new", 0, 3).describe_present() == "of this host's 3 ranks there are none"
     tmp_path.chmod(0o777)
     Presence(tmp_path / "new", 0, 1).announce()
     assert not (tmp_path / "new").exists()
     tmp_path.chmod(0o700)
-
-
-def test_who_has_come_is_told_and_not_who_is_missing(folder: Path) -> None:
-    here = Presence(folder, 0, 3)
-    assert here.describe_present() == "of this host's 3 ranks there are none"
-    for rank in (2, 0):
-        Presence(folder, rank, 3).announce()
-    assert here.describe_present() == "of this host's 3 ranks there are 0, 2"
-    Presence(folder, 1, 3).announce()
-    assert here.describe_present().startswith("all 3 ranks of this host are there: one of them hangs")
 
 
 def test_a_job_is_known_by_what_its_launcher_says() -> None:
@@ -159,37 +125,30 @@ def test_ranks_that_torchrun_starts_again_find_nothing_of_the_first_start() -> N
     assert first.check(["meeting"]) and not again.check(["meeting"])
 
 
-def environment_of(size: int, host: str = "127.0.0.1", start_s: float = 60.0) -> dict[str, object]:
-    """Variables that tell ranks of a free port to meet at."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        port = probe.getsockname()[1]
-    return {"WORLD_SIZE": size, "MASTER_ADDR": host, "MASTER_PORT": port, "START_S": start_s}
+def test_a_port_that_another_program_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        done = forked("gloo", folder=tmp_path, module="strangers")
+    assert done.returncode == 2 and f"MASTER_PORT={port}: rank 0 cannot listen there (Address" in done.stderr
+    assert "give a port that is free on 127.0.0.1" in done.stderr and "within" not in done.stderr
 
 
-@pytest.mark.full
-def test_peers_that_never_come_are_named_without_an_agent() -> None:
-    alone, lost = (started(JOINS, RANK=rank, **environment_of(3, start_s=4.0)) for rank in (0, 2))
-    assert end_of(alone) == (1, "rank 1 did not start within 4 s, nor did rank 2\n")
-    code, said = end_of(lost)
-    assert code == 1 and "rank 0 does not answer at 127.0.0.1:" in said and "within 4 s" in said
-
-
-def test_a_port_that_another_program_has_is_named() -> None:
-    told = environment_of(3)
-    with socket.create_server(("127.0.0.1", int(str(told["MASTER_PORT"])))):
-        code, said = end_of(started(JOINS, RANK=0, **told))
-    assert code == 1 and f"UserError: MASTER_PORT={told['MASTER_PORT']}: rank 0 cannot listen there (Address" in said
-    assert "give a port that is free on 127.0.0.1" in said and "within" not in said
-
-
-def join_as_rank_1(monkeypatch: pytest.MonkeyPatch, port: int, start_s: float) -> str:
-    """The error of a rank in this process that cannot join rank 0 at a port."""
+def error_of(rank: int, monkeypatch: pytest.MonkeyPatch, port: int, start_s: float) -> str:
+    """The error of one of two ranks, in this process, which do not meet at a port."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(PeerLost) as caught:
-        connect(Launch("torchrun", 1, 2, local_size=2), "gloo", torch.device("cpu"), {}, Limits(start_s=start_s))
-    assert caught.value.rank == 0
+        connect(Launch("torchrun", rank, 2, local_size=2), "gloo", torch.device("cpu"), {}, Limits(start_s=start_s))
+    assert caught.value.rank == 1 - rank
     return str(caught.value)
+
+
+def test_peers_that_never_come_are_named_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert error_of(0, monkeypatch, port, 0.5) == "rank 1 did not start within 0.5 s"
 
 
 def test_a_store_that_falls_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +156,7 @@ def test_a_store_that_falls_silent_is_not_waited_for(monkeypatch: pytest.MonkeyP
     before = {*threading.enumerate()}
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        said = join_as_rank_1(monkeypatch, port, 0.5)
+        said = error_of(1, monkeypatch, port, 0.5)
         assert said == f"rank 0 does not answer at 127.0.0.1:{port} within 0.5 s of the start"
     for left_behind in {*threading.enumerate()} - before:
         left_behind.join(30)  # the library says on stderr that its connection has closed
@@ -209,7 +168,7 @@ def test_a_rank_that_begins_a_run_when_rank_0_has_ended_is_told_so(monkeypatch: 
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment_store(1, 2, 5.0, True, where).add("opened/1", 1)  # the run before
     del store
-    assert f"rank 0 does not answer at 127.0.0.1:{port} within " in join_as_rank_1(monkeypatch, port, 5.0)
+    assert f"rank 0 does not answer at 127.0.0.1:{port} within " in error_of(1, monkeypatch, port, 5.0)
 
 
 def has_ipv6_loopback() -> bool:
@@ -221,17 +180,6 @@ def has_ipv6_loopback() -> bool:
 
 
 needs_ipv6 = pytest.mark.skipif(not has_ipv6_loopback(), reason="this kernel has no IPv6 loopback (::1)")
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("host", ["127.0.0.3", pytest.param("::1", marks=needs_ipv6)])
-def test_ranks_meet_where_their_launcher_says_and_are_reached_nowhere_else(host: str) -> None:
-    """Ranks of one host may be in network namespaces of their own, which share no loopback."""
-    where = environment_of(2, host)
-    ranks = [started(JOINS, RANK=rank, **where) for rank in range(2)]
-    of_rank_0, of_rank_1 = (json.loads(rank.communicate(timeout=60)[0]) for rank in ranks)
-    assert of_rank_0 == [sorted({"127.0.0.1", host}), "lo"]  # gloo's own connections are on the loopback's first one
-    assert of_rank_1 == [["127.0.0.1"], "lo"]
 
 
 @needs_ipv6

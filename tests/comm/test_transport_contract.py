@@ -20,13 +20,9 @@ pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("contract.py")
 
 
-def test_loopback():
-    assert run_ranks(SIZE, contract, timeout_s=60.0) == [None] * SIZE
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("node_of", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (3, 2, 1, 0)], ids=str)
-def test_loopback_on_several_nodes(monkeypatch, node_of):
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("node_of", [(), (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (3, 2, 1, 0)], ids=str)
+def test_loopback_on_one_node_and_on_several(monkeypatch, node_of):
     """Each rank makes as many groups as the others, by which torch.distributed tells those of the same ranks apart."""
     made = Counter[int]()
 
@@ -52,7 +48,7 @@ def test_loopback_through_host_memory_and_with_checksums():
 
 @pytest.mark.parametrize(
     "names",
-    [("gloo", "gloo/2", "gloo/2=alltoall+sums"), pytest.param(("host", "gloo=alltoall"), marks=pytest.mark.full)],
+    [("gloo", "gloo/2=alltoall+sums"), pytest.param(("host", "gloo=alltoall", "gloo/2"), marks=pytest.mark.full)],
 )
 def test_gloo_between_forked_ranks(tmp_path, names):
     done = forked("forked", *names, folder=tmp_path, module="contract")
@@ -85,21 +81,3 @@ def test_mpi_tells_of_a_message_of_another_length(transport: str, sent: int, awa
     said = f"received a message of {came} bytes from rank 1 where it awaited one of {awaited}, in a group of 3 ranks"
     for speaker in ("[rank 0] rank 2 failed:", "[rank 1] rank 2 failed:", "[rank 2]"):
         assert done.stderr.count(f"{speaker} {said}") == 1, done.stderr
-
-
-def test_a_bad_rank_is_not_overlooked(tmp_path):
-    done = forked("forked-with-a-bad-rank", "gloo", folder=tmp_path, module="contract")
-    assert done.returncode == 1
-    assert "rank 2 failed: AssertionError: as it was told" in done.stderr
-    assert "3 of 3 other ranks noticed" in done.stderr
-
-
-def test_loopback_names_the_rank_that_failed():
-    def work(transport):
-        if transport.rank == 1:
-            raise RuntimeError("out of order")
-        transport.group(range(3)).barrier()
-
-    with pytest.raises(RuntimeError, match="out of order") as caught:
-        run_ranks(3, work, timeout_s=30.0)
-    assert caught.value.__notes__ == ["in rank 1 of 3"]

@@ -1,28 +1,97 @@
-"""Torus: when a call goes in chunks, how much of it is in memory, and which chunks there are. What it computes is in
-`test_exact_attention.py`."""
+"""Messages of rings and chunks: what of them is in memory and under way at a time, which chunks there are, and that all
+are waited for in the end, those too that no attention call waits for. What attention computes is in
+`test_exact_attention.py`; that each call waits for its own is seen there, by `attention_worlds.Ranks`."""
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from attention_worlds import RUN, Ranks, World
+from attention_worlds import LAYER, RUN, Messages, Ranks, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seams import receives_of
+from tiny_models import sd3_inputs, sd3_transformer
 from worlds import topologies, topology_of
 
 from cocodiff.attention.local import LocalAttention
+from cocodiff.comm.loopback import LoopbackGroup, run_ranks
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.engine import assemble
-from cocodiff.exchange.messages import InFlight
-from cocodiff.topology.routes.chunks import Stages, chunk_ranks, consecutive
+from cocodiff.engine.engine import parallelize
+from cocodiff.exchange.messages import InFlight, Target
+from cocodiff.topology.routes.chunks import Stages, chunk_ranks
 from cocodiff.topology.routes.plans import nic_detours, reverse, split_plan
+
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
+
+
+@pytest.mark.parametrize(("machine", "size"), [("local", 2), ("local", 3), ("local", 5), ("local", 6), ("aurora", 24)])
+def test_at_most_two_foreign_blocks_are_here(machine, size):
+    ranks = Ranks(World(size, heads=3, image=31, machine=machine), ring=size)
+    ranks.call([RUN[0]])
+    a_block = 2 * 2 * max(ranks.world.layout(RUN[0]).rows) * 3 * 40 * 4
+    for rank in range(size):
+        assert 0 < ranks.messages.most_bytes[rank] <= a_block * (1 if size == 2 else 2)
+
+
+@pytest.mark.parametrize(("kind", "heads", "attended"), [("keys", 5, 0), ("token", 16, 16)])
+def test_messages_travel_while_what_came_before_is_attended_to(kind, heads, attended, monkeypatch):
+    """Nothing attends before everybody's first message has come, which is a block of keys; and a token ring does not
+    begin the last piece of its last queries before the results of other heads have returned to everybody. That must
+    not hold anybody up."""
+    came, post = [threading.Event() for _ in range(3)], LoopbackGroup.send_recv
+    heads_of = [0, 0, 0]  # by rank, heads that were attended to, of queries in pieces
+
+    def send_recv(group: LoopbackGroup, sends: Any, recvs: Any) -> Any:
+        pending = post(group, sends, recvs)
+        if recvs and recvs[0][0].dim() == 4 and recvs[0][0].shape[2] < 16:
+            pending.wait()
+            came[group.ranks[group.index]].set()
+        return pending
+
+    class Waiting(LocalAttention):
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
+
+        def part(self, q_BLHD: Any, *more: Any) -> Any:
+            heads_of[self._rank] += q_BLHD.shape[2] % 16
+            if heads_of[self._rank] >= attended:
+                assert all(event.wait(20.0) for event in came)
+            return super().part(q_BLHD, *more)
+
+    monkeypatch.setattr(LoopbackGroup, "send_recv", send_recv)
+    Ranks(World(3, heads=heads), ring=3, ring_kind=kind, local=Waiting).call([RUN[0]])
+    assert heads_of == [16 if kind == "token" else 3 * heads] * 3
+
+
+@pytest.mark.parametrize("kind", ["token", "streaming"])
+@pytest.mark.parametrize(
+    "lossy",
+    [
+        {"selection": "v_major", "schedule": "fixed", "warmup": 1},
+        {"codec": "int8", "exchange": "split"},
+        {"arrival": "displaced", "exchange": "flat"},
+    ],
+)
+def test_with_what_the_ulysses_part_sends_in_tensors_places(lossy, kind):
+    """As a ring of keys, up to rounding: both pass on whole what the Ulysses part has brought."""
+    calls, of_kinds = [replace(call, steps=4) for call in RUN[:3]], []
+    for one in ("keys", kind):
+        of_kinds.append(Ranks(World(6, heads=4, channels=8), ring=3, ring_kind=one, **lossy).call(calls))
+    for keys, others in zip(*of_kinds, strict=True):
+        allowed = 1e-2 if "codec" in lossy else 1e-5
+        torch.testing.assert_close(others.outputs, keys.outputs, rtol=0, atol=allowed)
+
+
+# Chunks ---------------------------------------------------------------------------------------------------------------
 
 
 class Counting(LocalAttention):
@@ -126,7 +195,6 @@ def blocks_of(plan, side: str) -> Counter:
 
 def test_chunks_go_by_distance():
     assert [ranks[0] // 12 for ranks in chunk_ranks(topology_of("aurora", 48), 13, 4)] == [1, 2, 3, 0]
-    assert consecutive("abcde", 2) == [["a", "b"], ["c", "d", "e"]] and consecutive("ab", 3) == [["a"], ["b"]]
 
 
 def test_what_waits_for_another_node_is_late():
@@ -139,3 +207,65 @@ def test_what_waits_for_another_node_is_late():
     assert any(far for _, far in late) and not any(near for near, _ in late)
     one = topology_of("aurora", 12)
     assert not any(p.sends for parts in Stages(one, 0, 3).of(split_plan(one, 0), "back") for p in parts[2])
+
+
+# Waits ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"preset": "cocodiff+", "steps": 4},
+        {"preset": "coded"},
+        {"preset": "split", "arrival": "displaced"},
+        {"preset": "split", "codec": "int4", "arrival": "adaptive", "chunks": 2},
+        {"preset": "flat", "ring": 2, "ring_kind": "token"},
+        {"preset": "flat", "ring": 2, "ring_kind": "streaming"},
+        {"preset": "tapa", "weights": "node"},
+        {"preset": "tapa", "step_cache": "first_block"},
+    ],
+    ids=lambda how: " ".join(map(str, how.values())),
+)
+def test_no_message_is_left_when_an_engine_is_left(how: dict[str, Any]) -> None:
+    """Neither what no call waits for, nor what ranks decide by, nor weights."""
+    model, messages = sd3_transformer(4).to(torch.bfloat16), Messages()
+    inputs = sd3_inputs(1, 2, 2, 3, torch.bfloat16)
+
+    def work(transport: Any) -> None:
+        own = copy.deepcopy(model)
+        with torch.no_grad(), parallelize(own, transport=transport, **how):
+            for step in range(3):
+                own(**inputs | {"timestep": torch.full_like(inputs["timestep"], 0.9 - 0.1 * step)})
+        assert not messages.unwaited(transport.rank)
+
+    with messages.watched():
+        run_ranks(2, work)
+    assert messages.posted == set() and messages.most_bytes[0] > 0
+
+
+def test_a_layer_that_is_forgotten_has_received_what_was_late() -> None:
+    """As where another part of the ranks computes its next call."""
+    ranks = Ranks(World(2), arrival="displaced", exchange="flat")
+
+    def forget(rank: int, codec: Any) -> None:
+        codec.forget(LAYER)
+        assert not ranks.messages.unwaited(rank) and not codec.bytes_held()
+
+    ranks.call(RUN[:3], forget)
+
+
+def test_a_chunk_of_the_output_that_cannot_be_put_in_place_fails_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is: here the first of three on each rank."""
+    world, land, seen = World(4, heads=6, image=24), InFlight.land, set[int]()
+    whole = sum(world.layout(RUN[0]).rows)
+
+    def fail_at_first(flight: InFlight, target: Target) -> None:
+        (x_BLHW,) = target.tensors
+        if x_BLHW.shape[1] < whole and id(x_BLHW) not in seen:
+            seen.add(id(x_BLHW))
+            raise RuntimeError("out of memory")
+        land(flight, target)
+
+    monkeypatch.setattr(InFlight, "land", fail_at_first)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Ranks(world, exchange="split", chunks=3).call([RUN[0]])
