@@ -1,10 +1,12 @@
 """A synthetic slice, a stand-in for a model, and the figures of a run in which there is something of everything."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from cocodiff_eval.quality.metrics import Result, metrics_document
 from cocodiff_eval.restore.restore import restore_slices
 from cocodiff_eval.restore.tiling import RestorationPlan
@@ -44,6 +46,7 @@ def row_of(
     return Result(name, mask, mode, **quality, seconds=seconds, bytes=sent, **more).row()
 
 
+CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
 QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
 NOTHING = {"psnr_db": None, "ssim": None, "mse": None}
 BASELINE = {"psnr_db": 18.25, "ssim": 0.512, "mse": 0.015, "seconds": 0.44}

@@ -20,6 +20,7 @@ from cocodiff_eval.data.intensity import IntensityRange, compose_native, intensi
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.harness.tasks import export, result_files
+from eval_helpers import CASES
 from file_kinds import DECLARING, KINDS, assert_bits, write_hdf5, write_tiff, write_zarr
 from seams import save_as_restore
 
@@ -96,18 +97,10 @@ def test_integers_of_the_other_sign_are_refused(tmp_path: Path, kind: str, dtype
     refused(KINDS[kind].file(tmp_path, volume, attributes={"_Unsigned": sign}), f"type {dtype} .* _Unsigned")
 
 
-MOVED = {  # declared, restored, and what comes of it; 50 is the largest known voxel
-    "up": ({"_FillValue": [20], "missing_value": [21]}, [19, 20, 21, 22], [19, 22, 22, 22]),
-    "down": ({"missing_value": [250, 249, 7.0]}, [248, 249, 250, 7], [248, 248, 248, 8]),
-    "ends": ({"_FillValue": [0], "missing_value": [255]}, [-9, 0, 255, 999], [1, 1, 254, 254]),
-    "other type": ({"_FillValue": [-9999], "missing_value": [1e20, float("nan")]}, [0, 1, 2, 3], [0, 1, 2, 3]),
-    "valid": ({"valid_range": [10, 90], "valid_max": [80], "_FillValue": [10]}, [9, 10, 85, 95], [11, 11, 80, 80]),
-}
-
-
-@pytest.mark.parametrize("case", MOVED)
-def test_restored_voxels_are_never_missing_ones(case: str) -> None:
-    declared, restored, expected = MOVED[case]
+@pytest.mark.parametrize(
+    ("declared", "restored", "expected"), CASES["restored values"].values(), ids=CASES["restored values"]
+)
+def test_restored_voxels_are_never_missing_ones(declared: Any, restored: list[int], expected: list[int]) -> None:
     scale, image_YX = IntensityRange(5.0, 50.0, declared=declared), np.array([[20, 20, 20, 20, 20]], "u1")
     mask_YX = np.array([[True] * 4 + [False]])
     restored01_YX = (np.array([[*restored, 30.0]]) - 5) / 45
@@ -239,7 +232,7 @@ def test_xarray_decodes_a_result_as_it_does_its_input(tmp_path: Path, kind: str,
 def test_smaller_levels_have_the_scale_too(tmp_path: Path) -> None:
     volume = np.random.default_rng(0).integers(1000, 3000, (1, 300, 600), dtype="u2")
     about = {"scale_factor": 0.5, "_FillValue": 7, "note": "a"}
-    exported(write_zarr(tmp_path, volume, attributes=about), tmp_path, samples=1)
+    exported(write_zarr(tmp_path, volume, attributes=about, chunks=(1, 1, 1, 300, 600)), tmp_path, samples=1)
     root = zarr.open_group(tmp_path / "scan_center_tapa.ome.zarr", mode="r")
     assert root["0"].attrs.asdict() == about and root["1"].attrs.asdict() == {"scale_factor": 0.5}
 

@@ -118,7 +118,7 @@ def test_what_json_cannot_hold_becomes_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_labels_are_kept_in_the_region_and_the_mask_that_was_made_is_one_of_them(tmp_path: Path, version: Any) -> None:
-    path = write_zarr(tmp_path, voxels((4, 24, 300)), version=version)
+    path = write_zarr(tmp_path, voxels((4, 24, 300)), version=version, chunks=(1, 1, 4, 24, 128))
     labels = np.random.default_rng(0).integers(0, 9, (4, 24, 300), dtype=np.int32)
     root = zarr.open_group(path, mode="a")
     about = {"labels": ["deep/organs", "../0"]}

@@ -103,6 +103,7 @@ def test_schedules_run_the_promised_steps(steps: int, strength: float) -> None:
     begin = int(max(total - min(total * start, total), 0))  # as diffusers' flow-matching pipelines count
     assert total - begin == steps_at(steps, strength)
     assert (start == 1.0) == (strength == 1.0)
+    assert [steps_at(*case) for case in ((20, 1.0), (20, 0.4), (1, 0.4), (2, 0.1), (3, 0.99))] == [20, 8, 1, 1, 3]
 
 
 @pytest.fixture(scope="module")

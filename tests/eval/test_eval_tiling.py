@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from cocodiff_eval.data.masks import block_mask, center_mask
-from cocodiff_eval.restore.tiling import RestorationPlan, axis_starts, axis_window, plan_restoration, steps_at
+from cocodiff_eval.restore.tiling import RestorationPlan, axis_starts, axis_window, plan_restoration
 from eval_helpers import calls_of, marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,14 +138,6 @@ def test_holes_of_different_size_start_on_different_levels() -> None:
 def test_a_lower_strength_holds_on_every_level() -> None:
     plan = plan_restoration(center_mask((640, 640)), 96, 8, strength=0.1)
     assert [one.strength for level in plan.levels for one in level.passes] == [0.1] * 4
-
-
-def test_progress_is_known_beforehand() -> None:
-    plan = plan_restoration(center_mask((640, 640)), 96, 8)
-    tiles = [len(one.tiles) for level in plan.levels for one in level.passes]
-    assert calls_of(plan) == sum(-(-count // 8) for count in tiles)
-    assert plan.tile_steps(20) == (sum(tiles) - 1) * 4 + 20
-    assert [steps_at(*case) for case in ((20, 1.0), (20, 0.4), (1, 0.4), (2, 0.1), (3, 0.99))] == [20, 8, 1, 1, 3]
 
 
 @given(length=st.integers(1, 3000), native=st.sampled_from([32, 96, 1024]))

@@ -15,6 +15,7 @@ from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack, open_truth
 from cocodiff_eval.harness.quality import Bound
 from cocodiff_eval.harness.slices import SliceJob
+from eval_helpers import CASES
 from scipy.ndimage import gaussian_filter
 
 from cocodiff.cli.main import main
@@ -148,19 +149,8 @@ def test_a_mask_with_other_voxels_is_told(tmp_path: Path, per_cm: float | None, 
     assert list(truth.metadata.remarks) == [line.replace("holes.tif", "truth.tif")] * told
 
 
-MIXED: dict[str, tuple[dict[str, Any], str]] = {
-    "voxels": ({"per_cm": 20000.0}, "voxel size"),
-    "software": ({"software": "recon 4"}, "software"),
-    "date": ({"datetime": "2026:02:11 10:00:00"}, "date"),
-    "text": ({"description": "bone, slice 3"}, "description"),
-    "both": ({"per_cm": 20000.0, "description": "bone"}, "voxel size and description"),
-    "none": ({"datetime": "2026:01:05 23:59:59", "description": "tooth, slice 77"}, ""),
-}
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_a_sequence_of_two_scans_is_told(tmp_path: Path, name: str) -> None:
-    changes, word = MIXED[name]
+@pytest.mark.parametrize(("changes", "word"), CASES["another scan"].values(), ids=CASES["another scan"])
+def test_a_sequence_of_two_scans_is_told(tmp_path: Path, changes: dict[str, Any], word: str) -> None:
     about = {"per_cm": 10000.0, "software": "recon 3", "datetime": "2026:01:05 10:00:00"}
     for number, image_YX in enumerate(SCAN[:6]):
         more = about | {"description": f"tooth, slice {number}"} | (changes if number >= 3 else {})

@@ -1,8 +1,11 @@
 """Volumes in slices along other axes, hidden regions, weights, calibrated intervals, and methods without a model."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +37,7 @@ from cocodiff_eval.restore.baseline import (
     smooth_continuation,
     total_variation,
 )
-from eval_helpers import marked
+from eval_helpers import CASES, marked
 from scipy.ndimage import uniform_filter1d
 from skimage.restoration import inpaint_biharmonic
 
@@ -268,22 +271,7 @@ def test_the_expected_lead_holds_that_of_another_mask() -> None:
     assert 0 < three.low <= three.high < np.inf
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "by_model", "kind"),
-    [
-        (0.4, 6.4, True, "ahead"),
-        (0.4, 6.4, False, "ahead"),  # of each method alone: a mean of them
-        (-0.4, 6.4, True, "tie"),
-        (-2.9, 2.9, True, "tie"),
-        (-0.4, 6.4, False, "as good"),
-        (0.0, 0.0, False, "as good"),
-        (-9.0, -0.1, True, "as good"),
-        (-9.0, 2.9, True, "as good"),
-        (-3.1, 3.1, True, "unknown"),
-        (-39.5, 45.3, True, "unknown"),
-        (-np.inf, np.inf, True, "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("low", "high", "by_model", "kind"), CASES["leads"])
 def test_what_a_lead_says_of_a_restoration(low: float, high: float, by_model: bool, kind: str) -> None:
     found = Lead(1.25, low, high, 3, 5, 700).outcome("linear across z", by_model)
     assert (found.kind, found.rival, found.lead_db) == (kind, "linear across z", 1.25)
@@ -352,6 +340,16 @@ def test_an_autoregression_makes_nothing_of_voxels_too_dense_to_learn_from() -> 
             assert np.isnan(one[mask_ZYX]).all() != finite and np.array_equal(one[~mask_ZYX], volume[~mask_ZYX])
 
 
+def reader(image_ZYX: np.ndarray, mask_ZYX: np.ndarray, windows: list[Window]) -> Callable[[Window], Any]:
+    """Return a function that reads windows of an image and its mask, and notes them."""
+
+    def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
+        windows.append(window)
+        return image_ZYX[window], mask_ZYX[window]
+
+    return read
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("small", [True, False])
 def test_a_method_makes_the_same_in_cells_as_of_the_whole(
@@ -364,19 +362,16 @@ def test_a_method_makes_the_same_in_cells_as_of_the_whole(
     mask_ZYX = marked(SHAPE, np.s_[6:14, 8:16, 9:20], np.s_[2], np.s_[15:, 20:, 24:])
     hidden_ZYX, points_P3 = np.where(mask_ZYX, np.nan, volume), np.argwhere(mask_ZYX)[::7]
     whole = METHODS[name].solve(hidden_ZYX, mask_ZYX)[tuple(points_P3.T)]
-    windows = []
-
-    def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
-        windows.append(mask_ZYX[window].size)
-        return hidden_ZYX[window], mask_ZYX[window]
-
+    windows = list[Window]()
+    read = reader(hidden_ZYX, mask_ZYX, windows)
     found = in_cells(METHODS[name], read, SHAPE, points_P3)
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(whole))
     np.testing.assert_allclose(found, whole, atol=0.01)
-    assert "3-D" not in name or max(windows) == volume.size
+    assert "3-D" not in name or max(mask_ZYX[one].size for one in windows) == volume.size
     near = METHODS[name]._replace(reach=(2, 2, 2))
     if METHODS[name].fills:  # two voxels around this one everything is masked
-        assert np.isfinite(in_cells(near, read, SHAPE, np.array([[10, 12, 14]]))).all() and max(windows[-2:]) > 5**3
+        assert np.isfinite(in_cells(near, read, SHAPE, np.array([[10, 12, 14]]))).all()
+        assert max(mask_ZYX[one].size for one in windows[-2:]) > 5**3
 
 
 @pytest.mark.parametrize(
@@ -391,15 +386,11 @@ def test_the_biharmonic_continuation_of_a_volume_is_that_of_scikit_image(box: tu
 
 
 def test_cells_are_solved_with_32_voxels_on_all_sides() -> None:
-    windows: list[tuple[slice, ...]] = []
-
-    def read(window: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
-        windows.append(window)
-        return (part := np.mgrid[window][0]), part < 0
-
+    windows, numbers_ZYX = list[Window](), np.broadcast_to(np.arange(150)[:, None, None], (150, 150, 150))
     points_P3 = np.array([[70, 40, 90], [80, 45, 99], [130, 45, 99]])
     method = Method(lambda image01, mask: image01, METHODS[SMOOTH].reach)
-    assert in_cells(method, read, (150, 150, 150), points_P3).tolist() == [70, 80, 130]
+    read = reader(numbers_ZYX, numbers_ZYX < 0, windows)
+    assert in_cells(method, read, numbers_ZYX.shape, points_P3).tolist() == [70, 80, 130]
     assert windows == [np.s_[38:113, 8:78, 58:132], np.s_[98:150, 13:78, 67:132]]
 
 
@@ -442,15 +433,17 @@ def test_hidden_regions_are_the_masks_where_voxels_are_known(mask_ZYX: np.ndarra
         assert all(len(many.tested[axis]) > 2 * len(few.tested[axis]) for axis in "yx")
 
 
+def hidden_of(found: Hidden, mask_ZYX: np.ndarray, axis: str = "z") -> np.ndarray:
+    """Return the voxels that are hidden in regions, by their masks of slices along an axis."""
+    place, read = AXES.index(axis), partial(SLICES[axis], mask_ZYX)
+    return np.stack([found.mask(axis, n, read) for n in range(mask_ZYX.shape[place])], axis=place)
+
+
 def check_regions(found: Hidden, mask_ZYX: np.ndarray) -> None:
     assert 1 <= len(found.pieces) <= (24 if found.tested else 400)
-    of_axes = {
-        axis: [found.mask(axis, n, lambda at, axis=axis: SLICES[axis](mask_ZYX, at)) for n in range(BIG[place])]
-        for place, axis in enumerate(AXES)
-    }
-    hidden_ZYX = np.stack(of_axes["z"])
+    hidden_ZYX = hidden_of(found, mask_ZYX)
     for place, axis in enumerate(AXES):
-        np.testing.assert_array_equal(np.stack(of_axes[axis], axis=place), hidden_ZYX)
+        np.testing.assert_array_equal(hidden_of(found, mask_ZYX, axis), hidden_ZYX)
         assert {*found.tested.get(axis, ())} <= {*range(BIG[place])}
     assert not (hidden_ZYX & mask_ZYX).any() and 0 < hidden_ZYX.sum() <= 0.3 * (~mask_ZYX).sum()
     if not found.tested:  # as many as the mask has, as far as the known voxels allow it
@@ -505,7 +498,7 @@ def test_of_a_large_volume_some_hidden_voxels_are_judged(
         monkeypatch.setattr(f"cocodiff_eval.harness.volume.{name}", value)
     volume = volume_of_mask(mask_ZYX)
     for found in hide(survey_of(mask_ZYX), 8, seed=3):
-        hidden_ZYX = np.stack([found.mask("z", n, mask_ZYX.__getitem__) for n in range(BIG[0])])
+        hidden_ZYX = hidden_of(found, mask_ZYX)
         points_P3 = volume.judged(found)
         assert hidden_ZYX[tuple(points_P3.T)].all() and len(np.unique(points_P3, axis=0)) == len(points_P3)
         assert len(points_P3) == 999 or (not small and len(points_P3) > 20)
@@ -580,12 +573,8 @@ def try_members(seed: int) -> tuple[Volume, list[HiddenRound]]:
     size, common = random.choice([0.02, 0.1, 0.2]), random.choice([0.3, 0.9])
     for hidden in found.regions(volume.__getitem__, 6, seed):
         one = HiddenRound(hidden, found.judged(hidden), found, SimpleNamespace(scale=scale, stack=stack), 6)
-        unknown_ZYX = mask_ZYX | np.stack([hidden.mask("z", n, mask_ZYX.__getitem__) for n in range(SHAPE[0])])
-        pair, count = (np.where(unknown_ZYX, 0, volume), unknown_ZYX), len(one.points_P3)
-
-        def read(window: Window, pair: tuple[np.ndarray, np.ndarray] = pair) -> tuple[np.ndarray, np.ndarray]:
-            return pair[0][window], pair[1][window]
-
+        unknown_ZYX = mask_ZYX | hidden_of(hidden, mask_ZYX)
+        read, count = reader(np.where(unknown_ZYX, 0, volume), unknown_ZYX, []), len(one.points_P3)
         one.add("", (), 0, {name: in_cells(of, read, SHAPE, one.points_P3) for name, of in METHODS.items()})
         shared_P = random.normal(size=count) * size * common
         for axis, indices in hidden.tested.items():

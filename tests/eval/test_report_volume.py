@@ -20,7 +20,7 @@ from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.volume import ShownVolume, embedded
-from eval_helpers import BASELINE, NOTHING, QUALITY, marked, row_of
+from eval_helpers import BASELINE, CASES, NOTHING, QUALITY, marked, row_of
 
 SHAPE = (20, 32, 40)
 FIRST = (100, 0, 7)  # slice, row and column in the input
@@ -155,22 +155,6 @@ def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(lengths(2)) == 2 and sum(lengths(2)) < 1.4 * room
 
 
-EVENTS: list[list[Any]] = [
-    ["view", 0, "pointerdown", {"clientX": 30, "clientY": 25}],  # of 500 pixels from 10, of 400 from 20
-    ["view", 1, "pointermove", {"clientX": 400, "clientY": 200, "buttons": 1}],
-    ["view", 0, "keydown", {"key": "PageDown"}],
-    ["view", 2, "keydown", {"key": "ArrowDown"}],
-    *(["press", what] for what in ("zoom to the mask", "next region", "tapa: uncertainty", "masked")),
-    ["slide", "level", 51],
-    ["slide", "window", 102],
-    *(["key", key] for key in ("End", "1", " ", "4", "ArrowLeft", "ArrowDown", "5", "6", "7", "o", "PageUp", "2")),
-    ["press", "outline of the mask"],
-    ["press", "show more"],
-    ["curve", 1, 505],
-    ["curve", 0, 100],
-]
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_what_the_script_of_a_page_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[str], None]
@@ -199,7 +183,7 @@ def test_what_the_script_of_a_page_tells(
     page, scale = tmp_path / "report.html", IntensityRange(60.0, 1060.0)
     shown = replace(volume((98, 98, 98), regions)[0], scale=scale)
     write_report(page, metrics_document({}, 1, rows), pictures, {}, slices={"scan": range(100, 198)}, shown=[shown])
-    words = ["node", str(Path(__file__).with_name("page_in_node.mjs")), str(page), json.dumps(EVENTS)]
+    words = ["node", str(Path(__file__).with_name("page_in_node.mjs")), str(page), json.dumps(CASES["events"])]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     snapshot(done.stdout + done.stderr)
 
