@@ -74,16 +74,16 @@ def rich_run() -> dict[str, Any]:
     tenth was compared with an exact run, and on whose last one two replicas worked; two slices, 21 and 22 of 20 to 25,
     whose original is unknown and of which 24 is masked wholly; and a generated image."""
     rows = []
-    for name, more in (("a", 0.0), ("a very long name of a <scan>, 2024-05-17", 2.0)):
-        judged = QUALITY | {"psnr_db": 21.53 + more}
+    for name, rise in (("a", 0.0), ("a very long name of a <scan>, 2024-05-17", 2.0)):
+        judged = QUALITY | {"psnr_db": 21.53 + rise}
         rows += [
-            row_of(name, "block", "flat", judged, 12.34 + more, {"plane": 5 * 2**20, "node": 5}, baseline=BASELINE),
+            row_of(name, "block", "flat", judged, 12.34 + rise, {"plane": 5 * 2**20, "node": 5}, baseline=BASELINE),
             row_of(name, "block", "cocodiff", QUALITY, 7.89, {"node": 77}, psnr_vs_exact_db=39.8, baseline=BASELINE),
         ]
     first = step_of(0, 1.0, 1.0, 0.0, {"": 1.0})
     seconds = (step_of(1, 0.2, 0.2, 1.0, {"": 1.0}), step_of(1, 0.2, 0.1, 1.0, {"": 0.5, "qkvo": 0.5}))
     for n in range(13):
-        of_slice: dict[str, Any] = {
+        more: dict[str, Any] = {
             "psnr_vs_exact_db": 40.0 if n == 0 else None,
             "exact_compared": n % 10 == 0,
             "bytes_whole": {"plane": 100},
@@ -95,10 +95,8 @@ def rich_run() -> dict[str, Any]:
             "resolution": None if n == 12 else 4.0 + n,
             "drift": [first, seconds[n % 2]],
         }
-        of_slice |= SAMPLES | {"coverage_90": 0.81 - n / 100}
-        rows.append(
-            row_of(f"stack[{n}]", "block", "ahead", QUALITY | {"psnr_db": 20.0 + n}, 1.5, {"plane": 60}, **of_slice)
-        )
+        more |= SAMPLES | {"coverage_90": 0.81 - n / 100}
+        rows += [row_of(f"stack[{n}]", "block", "ahead", QUALITY | {"psnr_db": 20.0 + n}, 1.5, {"plane": 60}, **more)]
     for n in (21, 22):
         rows.append(row_of(f"scan[{n}]", "holes", "flat", NOTHING, 2.0, {}, exact_compared=False, rank_seconds=7.25))
     rows.append(row_of("drawn", None, "flat", NOTHING, 3.0, {"sibling": 1536}))

@@ -124,9 +124,7 @@ def write_hdf5(
     return str(folder / "scan.h5")
 
 
-def write_frames(
-    folder: Path, volume: np.ndarray, order: str = "<", attributes: Mapping[str, Any] | None = None
-) -> str:
+def write_frames(folder: Path, volume: np.ndarray, order: str = "<", attributes: Any = None) -> str:
     with h5py.File(folder / "scan.h5", "w") as file:
         group = file.create_group("20260102_tooth")
         group.attrs["pxsize"] = b"0.0025"

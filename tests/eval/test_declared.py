@@ -97,9 +97,7 @@ def test_integers_of_the_other_sign_are_refused(tmp_path: Path, kind: str, dtype
     refused(KINDS[kind].file(tmp_path, volume, attributes={"_Unsigned": sign}), f"type {dtype} .* _Unsigned")
 
 
-@pytest.mark.parametrize(
-    ("declared", "restored", "expected"), CASES["restored values"].values(), ids=CASES["restored values"]
-)
+@pytest.mark.parametrize(("declared", "restored", "expected"), CASES["restored"].values(), ids=CASES["restored"])
 def test_restored_voxels_are_never_missing_ones(declared: Any, restored: list[int], expected: list[int]) -> None:
     scale, image_YX = IntensityRange(5.0, 50.0, declared=declared), np.array([[20, 20, 20, 20, 20]], "u1")
     mask_YX = np.array([[True] * 4 + [False]])

@@ -76,9 +76,7 @@ def of_storage(file: h5py.File) -> None:
 OTHER: dict[str, Callable[[h5py.File], object]] = {  # names of voxels in other files, among them part1's
     "external link": lambda file: file.__setitem__("a", h5py.ExternalLink("part1.h5", "/data")),
     "external group": lambda file: file.__setitem__("a", h5py.ExternalLink("part1.h5", "/group")),
-    "a soft link to it": lambda file: file.update(
-        {"b": h5py.ExternalLink("part1.h5", "/data"), "a": h5py.SoftLink("/b")}
-    ),
+    "soft link": lambda file: file.update({"b": h5py.ExternalLink("part1.h5", "/data"), "a": h5py.SoftLink("/b")}),
     "external storage": lambda file: external(file, "a"),
     "virtual dataset": lambda file: virtual(file, "a", "part1.h5"),
     "virtual of external": of_storage,

@@ -8,18 +8,8 @@ import numpy as np
 import pytest
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
-from cocodiff_eval.quality.metrics import (
-    Result,
-    distance_db,
-    masked_psnr_db,
-    masked_quality,
-    mean_curve,
-    mean_profile,
-    metrics_document,
-    psnr_db,
-    ring_correlation,
-    ring_figures,
-)
+from cocodiff_eval.quality import metrics
+from cocodiff_eval.quality.metrics import Result, distance_db, masked_psnr_db, masked_quality, ring_correlation
 from cocodiff_eval.report.tables import size, terminal_table
 from eval_helpers import QUALITY, marked, phantom, rich_run, row_of
 from scipy.ndimage import distance_transform_edt, gaussian_filter
@@ -98,7 +88,7 @@ def test_document_has_the_names_users_script_on() -> None:
     late = [row["name"] for row in document["images"] if "bytes_late" in row]
     assert late == [f"stack[{n}]" for n in range(1, 13, 2)]  # those in which something was
     profiles = [[{"step": 0, "displaced_sets": sets, "change": None}] for sets in ({"": 1.0}, None, {"qkvo": 0.5})]
-    (step,) = mean_profile(profiles)  # type: ignore[arg-type]
+    (step,) = metrics.mean_profile(profiles)  # type: ignore[arg-type]
     assert step == {"step": 0, "displaced_sets": {"": 0.5, "qkvo": 0.25}, "change": None}
     means = document["summary"]["rows"]  # what of them pages and tables show is in the snapshots
     counts = [(2, 2, 2), (2, 2, 0), (13, 2, 1), (2, 0, 0), (1, 1, 1)]
@@ -120,19 +110,18 @@ def test_documents_are_json_where_numbers_overflow() -> None:
         distance = distance_db(scale, truth_YX, restored_YX, mask_YX)
     drift = [{"step": 0, "change": math.inf, "stable_fraction": 0.0}]
     row = row_of("a", "block", "flat", quality, 1.0, {}, psnr_vs_exact_db=distance, drift=drift)
-    document = metrics_document({"timeout_s": math.inf, "ratios": [math.nan]}, 1, [row])
+    document = metrics.metrics_document({"timeout_s": math.inf, "ratios": [math.nan]}, 1, [row])
     written = json.loads(json.dumps(document, allow_nan=False))
     assert written["config"] == {"timeout_s": "inf", "ratios": ["nan"]}
     assert written["images"][0]["mse"] is None and written["images"][0]["drift"][0]["change"] is None
     # not null, which says that all bits are the exact run's
     assert written["images"][0]["psnr_vs_exact_db"] < -3000 and written["summary"]["rows"][0]["identical"] == 0
     assert "a" in terminal_table(document)
-    assert psnr_db(math.nan) == psnr_db(math.inf) < psnr_db(1.0) == 0 < psnr_db(0.0) == 200
+    no_number, infinite, one, none = map(metrics.psnr_db, (math.nan, math.inf, 1.0, 0.0))
+    assert no_number == infinite < one == 0 < none == 200
 
 
-def correlation_by_definition(
-    scale: IntensityRange, truth: np.ndarray, restored: np.ndarray, mask: np.ndarray
-) -> list[float]:
+def ring_by_definition(scale: IntensityRange, truth: np.ndarray, restored: np.ndarray, mask: np.ndarray) -> list[float]:
     """Ring by ring, or shell by shell, as van Heel and Schatz define it (2005); NaN where there is no coefficient."""
     box = tuple(slice(places.min(), places.max() + 1) for places in mask.nonzero())
     depth = distance_transform_edt(np.pad(mask, 1))[(slice(1, -1),) * mask.ndim][box]  # outside is not masked
@@ -170,7 +159,7 @@ def test_ring_correlation_is_that_of_the_definition(shape: Any, part: Any, hole:
     restored = np.fft.ifftn(np.where(frequency < 1 / period, np.fft.fftn(truth), np.fft.fftn(noise))).real
     found = ring_correlation(scale, truth, restored, mask)
     assert found["resolution"] == pytest.approx(period, rel=0.15)
-    for value, wanted in zip(found["frc"], correlation_by_definition(scale, truth, restored, mask), strict=True):
+    for value, wanted in zip(found["frc"], ring_by_definition(scale, truth, restored, mask), strict=True):
         assert value == pytest.approx(wanted, abs=1e-6) if value is not None else math.isnan(wanted)
     assert ring_correlation(scale, truth, truth, mask)["resolution"] == 2
     assert ring_correlation(scale, None, truth, mask) == {}
@@ -178,8 +167,8 @@ def test_ring_correlation_is_that_of_the_definition(shape: Any, part: Any, hole:
 
 
 def test_the_mean_of_curves_is_of_those_that_are_known() -> None:
-    curve = mean_curve([[1.0, None, 0.5], None, [0.5, None, None]])
-    assert curve == [0.75, None, 0.5] and mean_curve([None]) is None
+    curve = metrics.mean_curve([[1.0, None, 0.5], None, [0.5, None, None]])
+    assert curve == [0.75, None, 0.5] and metrics.mean_curve([None]) is None
 
 
 THIN_MASKS: dict[str, tuple[slice | int, ...]] = {
@@ -228,7 +217,7 @@ def test_resolution_of_a_constant_truth_is_unknown_and_told_so() -> None:
     rows = [Result(f"a[{n}]", "m", "flat", **QUALITY, **one).row() for n, one in enumerate((unknown, known))]
     assert [row["resolution"] for row in rows] == [None, 2]
     assert "resolution" not in Result("a", "m", "flat", **QUALITY).row()
-    assert [ring_figures(some)[0][2] for some in (rows, rows[1:], rows[:1])] == [
+    assert [metrics.ring_figures(some)[0][2] for some in (rows, rows[1:], rows[:1])] == [
         "2.0 voxels (unknown in 1 of 2 slices)",
         "2.0 voxels",
         "unknown",

@@ -17,7 +17,6 @@ from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality.metrics import metrics_document
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.pictures import (
-    Generated,
     Picture,
     encode,
     error_image,
@@ -96,9 +95,7 @@ def pixels(text: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
 
 
-def rendered(
-    folder: Path, metrics: dict, pictures: Iterable[Picture | Generated], facts: dict[str, str], **more: Any
-) -> str:
+def rendered(folder: Path, metrics: dict, pictures: Iterable[Picture], facts: dict[str, str], **more: Any) -> str:
     path = folder / "report.html"
     write_report(path, metrics, (encode(picture, 512, 10**6) for picture in pictures), facts, **more)
     return path.read_text(encoding="utf-8")

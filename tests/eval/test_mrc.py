@@ -59,9 +59,7 @@ def test_bytes_have_the_sign_that_their_header_tells(
     ("imod", "version", "sign"),
     [((0, 0), 20140, 1), ((0, 0), 0, 1), ((STAMP, 5), 0, 1), ((STAMP, 1), 20140, 1), ((STAMP, 1), 0, -1)],
 )
-def test_a_result_lies_where_its_part_of_the_input_does(
-    tmp_path: Path, imod: tuple[int, int], version: int, sign: int, order: str
-) -> None:
+def test_a_part_lies_where_it_did(tmp_path: Path, imod: tuple[int, int], version: int, sign: int, order: str) -> None:
     volume = voxels(dtype="int16")
     about: dict[str, Any] = {"origin": (100, -50, 7), "nxstart": 5, "nystart": 6, "nzstart": 7, "nversion": version}
     given = open_volume(write_mrc(tmp_path, volume, order, imod, ispg=0, **about))
