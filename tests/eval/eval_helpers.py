@@ -47,17 +47,7 @@ def row_of(
 
 
 CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
-QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
-NOTHING = {"psnr_db": None, "ssim": None, "mse": None}
-BASELINE = {"psnr_db": 18.25, "ssim": 0.512, "mse": 0.015, "seconds": 0.44}
-SAMPLES: dict[str, Any] = {
-    "samples": 8,
-    "coverage_50": 0.43,
-    "coverage_90": 0.81,
-    "psnr_db_single": 20.12,
-    "intervals": {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0},
-    "uncertainty": 0.118,
-}
+QUALITY, NOTHING, BASELINE, SAMPLES = (CASES[name] for name in ("quality", "nothing", "baseline", "samples"))
 RICH_SLICES = {"scan": range(20, 26), "stack": range(15)}
 
 
@@ -100,14 +90,7 @@ def rich_run() -> dict[str, Any]:
     for n in (21, 22):
         rows.append(row_of(f"scan[{n}]", "holes", "flat", NOTHING, 2.0, {}, exact_compared=False, rank_seconds=7.25))
     rows.append(row_of("drawn", None, "flat", NOTHING, 3.0, {"sibling": 1536}))
-    told = {"name": "scan", "mask": "holes", "slices": [20, 26], "range": [0, 16383], "extremes": [0, 65535]}
-    inputs = [
-        {**told, "beyond": 9, "wholly_masked": [24], "remarks": ["the mask is odd"]},
-        {**told, "name": "other", "wholly_masked": [], "beyond": 0, "remarks": []},
-        {**told, "name": "a", "mask": "block", "wholly_masked": [], "beyond": 0, "remarks": []},
-    ]
-    jumps = [{"name": "stack", "mask": "block", "mode": "ahead", "slice_jump": 1.234}]
-    return metrics_document({"steps": 20}, 4, rows) | {"inputs": inputs, "jumps": jumps}
+    return metrics_document({"steps": 20}, 4, rows) | CASES["of inputs"]
 
 
 class SmoothInpainter:

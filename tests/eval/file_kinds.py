@@ -56,11 +56,13 @@ def write_tiff(folder: Path, volume: np.ndarray, order: str = "<", axes: str = "
     return str(folder / "scan.tif")
 
 
-def write_pages(folder: Path, volume: np.ndarray, order: str = "<") -> str:
-    """Append page to page, as acquisition does."""
+def write_pages(
+    folder: Path, images: Sequence[np.ndarray], order: str = "<", white: Sequence[int] = (), **options: Any
+) -> str:
+    """Append page to page, as acquisition does. white: the numbers of those whose 0 is white."""
     with tifffile.TiffWriter(folder / "scan.tif", byteorder=order) as writer:
-        for image_YX in volume:
-            writer.write(image_YX, photometric="minisblack")
+        for number, image_YX in enumerate(images):
+            writer.write(image_YX, **{"photometric": "miniswhite" if number in white else "minisblack"} | options)
     return str(folder / "scan.tif")
 
 

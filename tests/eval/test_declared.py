@@ -56,26 +56,11 @@ def encoded(value: float) -> str:
     return base64.b64encode(struct.pack("<d", value)).decode()
 
 
-NO_NUMBERS = {"missing_value": encoded(np.nan), "valid_min": np.nan, "_FillValue": "none", "valid_max": []}
-DECLARED: dict[str, tuple[dict[str, Any], str]] = {  # attributes, and what is refused, if anything
-    "_FillValue": ({"_FillValue": np.uint16(7)}, r"2 missing \(_FillValue 7\) voxels"),
-    "missing_value": ({"missing_value": np.float32(7)}, r"2 missing \(missing_value 7\) voxels"),
-    "several": ({"missing_value": [9, 7]}, r"2 missing \(missing_value 9, 7\) voxels"),
-    "both": ({"_FillValue": 9, "missing_value": "7"}, r"2 missing \(_FillValue 9, missing_value 7\) voxels"),
-    "range": ({"valid_range": [8, 4000]}, r"2 missing \(valid_range 8, 4000\) voxels"),
-    "least": ({"valid_min": 1000, "valid_max": 4000}, r"2 missing \(valid_min 1000, valid_max 4000\) voxels"),
-    "most": ({"valid_max": 6}, r"1728 missing \(valid_max 6\) voxels"),
-    "nowhere": ({"_FillValue": 65535, "missing_value": [-9999.0, 70000], "valid_range": [7, 3000]}, ""),
-    "no numbers": ({**NO_NUMBERS, "scale_factor": "", "_Unsigned": "true"}, ""),
-    "of others": ({"units": "7", "fill_value": 7, "actual_range": [1000, 2000]}, ""),
-}
-
-
 @pytest.mark.parametrize("kind", DECLARING)
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", CASES["declared"])
 def test_missing_voxels_are_no_intensities(tmp_path: Path, kind: str, name: str) -> None:
     """Where none is outside the mask, what is declared is no obstacle."""
-    about, words = DECLARED[name]
+    about, words = CASES["declared"][name]
     path = KINDS[kind].file(tmp_path, voxels(), attributes=about)
     if not words:
         assert ranges(path)[0] == 1001
@@ -190,23 +175,17 @@ def attributes_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     return dict(zarr.open_group(folder / store, mode="r")["0"].attrs.asdict())
 
 
-BY_XARRAY: dict[str, tuple[str, Any, dict[str, Any]]] = {  # the type, a missing voxel, and what is declared
-    "u2": ("u2", 65535, {"_FillValue": np.uint16(65535)}),
-    "i2, scaled": ("i2", -999, {"_FillValue": np.int16(-999), "scale_factor": 0.5, "add_offset": -100.0}),
-    "f4, two values": ("f4", -9999, {"_FillValue": np.float32(1e20), "missing_value": np.float32(-9999)}),
-    "i4, of many values": ("i4", 9, {"_FillValue": np.int32(-1), "missing_value": np.array([-1, 9], "i4")}),
-    "u1, among the others": ("u1", 70, {"_FillValue": np.uint8(70)}),
-    "f8, NaN": ("f8", np.nan, {"_FillValue": np.nan}),
-}
 ORDERS = (("z", "y", "x"), ("depth", "lat", "lon"), ("Z", "Y", "X"), ("slice", "row", "column"))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["netcdf", "zarr 2", "zarr 3"])
-@pytest.mark.parametrize(("number", "name"), [*enumerate(BY_XARRAY)])
+@pytest.mark.parametrize(("number", "name"), [*enumerate(CASES["by xarray"])])
 def test_xarray_decodes_a_result_as_it_does_its_input(tmp_path: Path, kind: str, number: int, name: str) -> None:
     """And finds nothing missing that was restored."""
-    dtype, missing, about = BY_XARRAY[name]
+    dtype, missing, about = CASES["by xarray"][name]
+    of_voxels = {one: np.array(about[one], dtype)[()] for one in ("_FillValue", "missing_value") if one in about}
+    about = about | of_voxels
     volume = (voxels() % 100 + 20).astype(dtype)
     volume[volume == missing] += 1
     volume[1, 8:16, 10:20] = missing

@@ -11,7 +11,7 @@ from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality import metrics
 from cocodiff_eval.quality.metrics import Result, distance_db, masked_psnr_db, masked_quality, ring_correlation
 from cocodiff_eval.report.tables import size, terminal_table
-from eval_helpers import QUALITY, marked, phantom, rich_run, row_of
+from eval_helpers import CASES, QUALITY, marked, phantom, rich_run, row_of
 from scipy.ndimage import distance_transform_edt, gaussian_filter
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
@@ -171,23 +171,13 @@ def test_the_mean_of_curves_is_of_those_that_are_known() -> None:
     assert curve == [0.75, None, 0.5] and metrics.mean_curve([None]) is None
 
 
-THIN_MASKS: dict[str, tuple[slice | int, ...]] = {
-    "3 x 3": (slice(40, 43), slice(50, 53)),
-    "12 x 12": (slice(40, 52), slice(50, 62)),
-    "24 x 24": (slice(40, 64), slice(50, 74)),
-    "line": (30, slice(5, 155)),
-    "band of 5": (slice(30, 35), slice(5, 155)),
-    "every 16th row": (slice(0, 160, 16),),
-    "cube of 6": (slice(3, 9),) * 3,
-}
-
-
-@pytest.mark.parametrize("name", THIN_MASKS)
+@pytest.mark.parametrize("name", CASES["thin masks"])
 @pytest.mark.parametrize("restored", ["noise", "smooth", "truth"])
 def test_resolution_is_unknown_where_the_mask_is_too_small_to_tell_it(name: str, restored: str) -> None:
     """A restoration without fine structure, and none at all, would otherwise have the finest resolution there is."""
     rng, shape = np.random.default_rng(4), (160, 160) if name != "cube of 6" else (24, 40, 40)
-    scale, mask = IntensityRange(-3.0, 3.0), marked(shape, THIN_MASKS[name])
+    part = tuple(slice(*one) if isinstance(one, list) else one for one in CASES["thin masks"][name])
+    scale, mask = IntensityRange(-3.0, 3.0), marked(shape, part)
     smooth = gaussian_filter(rng.normal(size=shape), 4)
     truth = smooth / smooth.std() + 0.1 * rng.normal(size=shape)
     other = {"noise": rng.normal(size=shape), "smooth": smooth / smooth.std(), "truth": truth}[restored]

@@ -9,7 +9,7 @@ import struct
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from cocodiff_eval.data.mrc import IMOD_STAMP
 from cocodiff_eval.data.slices import open_stack, open_stacks, open_truth
 from cocodiff_eval.data.volume import Stack
 from eval_helpers import CASES
-from file_kinds import restored, voxels, write_mrc, write_npy, write_png, write_sequence, write_tiff, write_zarr
+from file_kinds import KINDS, restored, voxels, write_mrc, write_npy, write_pages, write_png, write_tiff, write_zarr
 
 from cocodiff.config.errors import UserError
 
@@ -34,21 +34,15 @@ COLOUR = np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
 
 
 COLOURS = np.stack([COLOUR, COLOUR])
+RGBA = {"photometric": "rgb", "extrasamples": ["unassalpha"]}
+CLEAR = np.ones((17, 23, 4), "f4")
+CLEAR[3, 4, 3] = 0.5
 FIVE_CHANNELS = np.stack([ANOTHER] * 3 + [ANOTHER + 1] * 2, -1)
 
 
 def text(path: Path, content: bytes) -> str:
     path.write_bytes(content)
     return str(path)
-
-
-def pages(folder: Path, *images: np.ndarray, white: Sequence[int] = (), **options: Any) -> str:
-    """Write images of a page each. white: the numbers of those whose 0 is white."""
-    with tifffile.TiffWriter(folder / "a.tif") as file:
-        for number, image_YX in enumerate(images):
-            kind = "miniswhite" if number in white else "minisblack"
-            file.write(image_YX, **{"photometric": kind, "metadata": None} | options)
-    return str(folder / "a.tif")
 
 
 def hdf5(folder: Path) -> str:
@@ -87,12 +81,6 @@ def overwritten(path: str, code: int, value: Any) -> str:
     return path
 
 
-def transparent(folder: Path) -> str:
-    image = np.ones((17, 23, 4), "f4")
-    image[3, 4, 3] = 0.5
-    return pages(folder, image, photometric="rgb", extrasamples=["unassalpha"])
-
-
 def pipe(path: Path) -> str:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
@@ -116,7 +104,7 @@ def planes_of_ome(folder: Path, planes: str) -> str:
     UUID="urn:uuid:a"><Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint16" SizeX="20"
     SizeY="20" SizeZ="2" SizeC="1" SizeT="1"><Channel ID="Channel:0:0" SamplesPerPixel="1"/><TiffData IFD="0"
     FirstZ="0" PlaneCount="1"/>{planes}</Pixels></Image></OME>"""
-    return pages(folder, ANOTHER, description=xml.encode())
+    return write_pages(folder, [ANOTHER], description=xml.encode(), metadata=None)
 
 
 def claiming(path: Path, side: int, compression: int) -> str:
@@ -141,17 +129,17 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "16-bit colour png": (lambda d: png(d / "a.png", 20, 16, 2, bytes(2420)), "a 16-bit colour PNG; save it as 16-bit"),
     "1-bit png": (lambda d: write_png(d, COLOUR[..., 0] > 90), "boolean values.*--mask"),
     # TIFF
-    "colour tiff": (lambda d: pages(d, COLOUR, photometric="rgb"), "a colour image whose channels differ"),
-    "colour stack": (lambda d: pages(d, COLOURS, photometric="rgb"), "a stack of colour images"),
-    "more channels": (lambda d: pages(d, FIVE_CHANNELS, photometric="rgb"), "a colour image whose channels differ"),
-    "transparent tiff": (lambda d: transparent(d), "has transparent pixels"),
-    "complex": (lambda d: pages(d, np.zeros((20, 20), "c8")), r"complex values \(complex64\)"),
+    "colour tiff": (lambda d: write_pages(d, [COLOUR], photometric="rgb"), "a colour image whose channels differ"),
+    "colour stack": (lambda d: write_pages(d, [COLOURS], photometric="rgb"), "a stack of colour images"),
+    "more channels": (lambda d: write_pages(d, [FIVE_CHANNELS], photometric="rgb"), "channels differ"),
+    "transparent tiff": (lambda d: write_pages(d, [CLEAR], **RGBA), "transparent"),
+    "complex": (lambda d: write_pages(d, [np.zeros((20, 20), "c8")]), r"complex values \(complex64\)"),
     "4-D tiff": (lambda d: write_tiff(d, np.zeros((2, 2, 20, 20), "u1"), axes="qqyx"), "4 dimensions 2 x 2 x 20 x 20"),
-    "small": (lambda d: pages(d, np.zeros((12, 300), "u1")), r"slices of 12 x 300 .*at least 16 x 16"),
-    "shapes": (lambda d: pages(d, ANOTHER, np.zeros((30, 20), "u2")), r"dtypes \(20 x 20, 30 x 20\)"),
-    "pages of two whites": (lambda d: pages(d, ANOTHER, ANOTHER, white=[1]), "MINISBLACK, MINISWHITE"),
+    "small": (lambda d: write_pages(d, [np.zeros((12, 300), "u1")]), r"slices of 12 x 300 .*at least 16 x 16"),
+    "shapes": (lambda d: write_pages(d, [ANOTHER, np.zeros((30, 20), "u2")]), r"dtypes \(20 x 20, 30 x 20\)"),
+    "pages of two whites": (lambda d: write_pages(d, [ANOTHER, ANOTHER], white=[1]), "MINISBLACK, MINISWHITE"),
     **{
-        f"samples {kind}": (lambda d, kind=kind: overwritten(pages(d, ANOTHER), 262, kind), "photometric interp")
+        f"samples {kind}": (lambda d, kind=kind: overwritten(write_pages(d, [ANOTHER]), 262, kind), "photometric")
         for kind in (3, 4, 5, 6, 8, 32803, 34892)
     },
     "no tiles": (lambda d: overwritten(write_tiff(d, voxels(), **TILES), 325, [0] * 6), "slice 0 .*6 of 6 strips"),
@@ -169,23 +157,17 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     # Paths of other tools, and what holds something else
     **{name: (lambda d, path=path: path, told) for name, (path, told) in CASES["refused paths"].items()},
     **{
-        name: (
-            lambda d, path=path, content=content, inner=inner: text(d / path, content.encode("latin1")) + inner,
-            told,
-        )
-        for name, (path, inner, content, told) in CASES["refused files"].items()
+        name: (lambda d, path=path, held=held, inner=inner: text(d / path, held.encode("latin1")) + inner, told)
+        for name, (path, inner, held, told) in CASES["refused files"].items()
     },
     **{
         f"hdf5 {name}": (lambda d, inner=inner: hdf5(d) + inner, told)
         for name, (inner, told) in CASES["refused datasets"].items()
     },
     **{
-        f"{content!r} as {end}": (
-            lambda d, end=end, content=content: text(d / f"a{end}", content),
-            "not a readable .*; ",
-        )
+        f"{held!r} as {end}": (lambda d, end=end, held=held: text(d / f"a{end}", held), "not a readable .*; ")
         for end in SUFFIXES
-        for content in (b"hello", b"")
+        for held in (b"hello", b"")
     },
     # What is never opened
     "loop": (lambda d: linked(d / "a.tif", d / "a.tif"), "symbolic links"),
@@ -242,7 +224,7 @@ NGFF: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("ngff.yaml"
 def test_malformed_metadata_are_refused_when_the_image_is_opened(tmp_path: Path, case: str, version: int) -> None:
     """The array itself can be read in any case."""
     axes, transforms, message = NGFF[case]
-    store = write_zarr(tmp_path, voxels(), version=version)
+    store = write_zarr(tmp_path, voxels(), version=version, chunks=(1, 1, 6, 20, 33))
     root = zarr.open_group(store, mode="a")
     about = root.attrs.asdict()
     (image,) = about.get("ome", about)["multiscales"]
@@ -258,7 +240,7 @@ def test_malformed_metadata_are_refused_when_the_image_is_opened(tmp_path: Path,
 
 
 def test_mistakes_of_sequences_and_stores(tmp_path: Path) -> None:
-    folder = Path(write_sequence(tmp_path, voxels()))
+    folder = Path(KINDS["sequence"].file(tmp_path, voxels()))
     tenth = folder / "recon_10.tiff"
     kept = tenth.read_bytes()
     for image_YX, more, message in (
@@ -268,7 +250,7 @@ def test_mistakes_of_sequences_and_stores(tmp_path: Path) -> None:
         (voxels()[0], {"extratags": [(274, 3, 1, 4, True)]}, r"recon_10\.tiff: has orientation 4, .*recon_8\.tiff"),
         (voxels()[:2], {}, r"recon_10\.tiff: holds 2 slices"),
     ):
-        Path(pages(tmp_path, *image_YX.reshape(-1, *image_YX.shape[-2:]), **more)).rename(tenth)
+        Path(write_pages(tmp_path, image_YX.reshape(-1, *image_YX.shape[-2:]), metadata=None, **more)).rename(tenth)
         check_refused(str(folder), message)
     tenth.write_bytes(kept)
     (folder / "recon_010.tiff").write_bytes(kept)
