@@ -184,12 +184,12 @@ def test_what_is_no_outlier_keeps_the_whole_range(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "uint64", "int64"])
 def test_integers_are_rounded_and_clipped(dtype: str) -> None:
-    limits = np.iinfo(dtype)
-    original_YX = np.array([[3, 1], [2, 0]], dtype)
-    mask_YX = np.array([[True, True], [True, False]])
-    restored01_YX = np.array([[1e30, -1e30], [0.126, 0.5]])
-    result_YX = compose_native(original_YX, restored01_YX, mask_YX, IntensityRange(0.0, 100.0))
-    assert result_YX.dtype == dtype and result_YX.tolist() == [[limits.max, limits.min], [13, 0]]
+    """No float64 equals the largest of 64 bits: the next one is larger."""
+    limits, mask_YX = np.iinfo(dtype), np.array([[True, True, True, True, False]])
+    original_YX = np.array([[3, 1, 5, 2, 0]], dtype)
+    restored01_YX = np.array([[1e30, -1e30, float(limits.max), 12.6, 0.5]])
+    result_YX = compose_native(original_YX, restored01_YX, mask_YX, IntensityRange(0.0, 1.0))
+    assert result_YX.dtype == dtype and result_YX.tolist() == [[limits.max, limits.min, limits.max, 13, 0]]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])
