@@ -29,6 +29,11 @@ def marked(shape: tuple[int, ...], *places: Any) -> np.ndarray:
     return mask
 
 
+def slices_of(part: list[Any]) -> tuple[Any, ...]:
+    """Return the part of an array that a case names by a number or the ends of a slice for each axis."""
+    return tuple(slice(*one) if isinstance(one, list) else one for one in part)
+
+
 def restore_slice(image_YX: np.ndarray, mask_YX: np.ndarray, inpainter: Any, **more: Any) -> np.ndarray:
     """A slice by itself."""
     return restore_slices([image_YX], [mask_YX], inpainter, **more)[0]
@@ -110,10 +115,6 @@ class SmoothInpainter:
         assert float(images_BHW.min()) >= 0 and float(images_BHW.max()) <= 1
         self.calls.append((len(noise_keys), strength, tuple(noise_keys)))
         self.shown.append(images_BHW.numpy().tobytes() + masks_BHW.numpy().tobytes())
-        noise = torch.stack(
-            [
-                torch.rand(images_BHW.shape[1:], generator=torch.Generator().manual_seed(key + 1)) - 0.5
-                for key in noise_keys
-            ]
-        )
+        keyed = [torch.Generator().manual_seed(key + 1) for key in noise_keys]
+        noise = torch.stack([torch.rand(images_BHW.shape[1:], generator=one) - 0.5 for one in keyed])
         return (images_BHW + 0.2 * strength * noise * masks_BHW).clamp(0, 1)

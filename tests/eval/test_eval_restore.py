@@ -113,11 +113,8 @@ def pipe() -> Any:
 
 
 def prompt(batch: int) -> dict[str, Any]:
-    return {
-        "prompt_embeds": torch.zeros(batch, 3, 16),
-        "pooled_prompt_embeds": torch.zeros(batch, 16),
-        "guidance_scale": 1.0,
-    }
+    embeds, pooled = torch.zeros(batch, 3, 16), torch.zeros(batch, 16)
+    return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, "guidance_scale": 1.0}
 
 
 ONE = (torch.zeros(1, 64, 64), torch.ones(1, 64, 64))

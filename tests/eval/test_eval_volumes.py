@@ -422,10 +422,7 @@ def check_regions(found: Hidden, mask_ZYX: np.ndarray) -> None:
         start, sides = np.array(found.pieces[number].target), np.array(found.pieces[number].shape)
         assert (start <= piece).all() and (piece < start + sides).all()
     for piece in found.pieces:  # each has the form of a part of the mask
-        box, own = (
-            tuple(slice(at, at + side) for at, side in zip(start, piece.shape, strict=True))
-            for start in (piece.target, piece.source)
-        )
+        box, own = (tuple(map(slice, start, np.add(start, piece.shape))) for start in (piece.target, piece.source))
         assert (hidden_ZYX[box] | mask_ZYX[box])[mask_ZYX[own]].all()
         if found.tested:  # boxes lie apart, else regions may lie in the corners of each other's
             np.testing.assert_array_equal(hidden_ZYX[box] | mask_ZYX[box], mask_ZYX[own] | mask_ZYX[box])

@@ -29,11 +29,7 @@ def order(path: str | Path) -> list[int]:
     return [int(volume.read(index)[0, 0]) for index in range(len(volume))]
 
 
-NUMBERED: dict[str, list[str]] = CASES["one sequence"]
-MIXED: dict[str, list[str]] = CASES["several sequences"]
-
-
-@pytest.mark.parametrize("names", NUMBERED.values(), ids=NUMBERED)
+@pytest.mark.parametrize("names", CASES["one sequence"].values(), ids=CASES["one sequence"])
 def test_the_number_that_varies_is_the_number(tmp_path: Path, names: list[str]) -> None:
     write(tmp_path / "scan", names)
     assert order(tmp_path / "scan") == order(tmp_path / "scan" / "*.tif") == list(range(len(names)))
@@ -44,7 +40,7 @@ def test_the_number_that_varies_is_the_number(tmp_path: Path, names: list[str]) 
         assert f"scan: {names[2]} is" in str(caught.value) or "img" in names[2]
 
 
-@pytest.mark.parametrize("names", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("names", CASES["several sequences"].values(), ids=CASES["several sequences"])
 def test_the_pattern_of_a_refusal_is_of_one_stack(tmp_path: Path, names: list[str]) -> None:
     write(tmp_path / "scan", names)
     with pytest.raises(UserError, match="so they are no one stack") as caught:
