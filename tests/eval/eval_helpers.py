@@ -1,10 +1,12 @@
 """A synthetic slice, a stand-in for a model, and the figures of a run in which there is something of everything."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from cocodiff_eval.quality.metrics import Result, metrics_document
 from cocodiff_eval.restore.restore import restore_slices
 from cocodiff_eval.restore.tiling import RestorationPlan
@@ -27,6 +29,11 @@ def marked(shape: tuple[int, ...], *places: Any) -> np.ndarray:
     return mask
 
 
+def slices_of(part: list[Any]) -> tuple[Any, ...]:
+    """Return the part of an array that a case names by a number or the ends of a slice for each axis."""
+    return tuple(slice(*one) if isinstance(one, list) else one for one in part)
+
+
 def restore_slice(image_YX: np.ndarray, mask_YX: np.ndarray, inpainter: Any, **more: Any) -> np.ndarray:
     """A slice by itself."""
     return restore_slices([image_YX], [mask_YX], inpainter, **more)[0]
@@ -44,17 +51,8 @@ def row_of(
     return Result(name, mask, mode, **quality, seconds=seconds, bytes=sent, **more).row()
 
 
-QUALITY = {"psnr_db": 21.53, "ssim": 0.654, "mse": 0.00703}
-NOTHING = {"psnr_db": None, "ssim": None, "mse": None}
-BASELINE = {"psnr_db": 18.25, "ssim": 0.512, "mse": 0.015, "seconds": 0.44}
-SAMPLES: dict[str, Any] = {
-    "samples": 8,
-    "coverage_50": 0.43,
-    "coverage_90": 0.81,
-    "psnr_db_single": 20.12,
-    "intervals": {"floor": 0.1, "factor_50": 1.0, "factor_90": 2.0},
-    "uncertainty": 0.118,
-}
+CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
+QUALITY, NOTHING, BASELINE, SAMPLES = (CASES[name] for name in ("quality", "nothing", "baseline", "samples"))
 RICH_SLICES = {"scan": range(20, 26), "stack": range(15)}
 
 
@@ -71,16 +69,16 @@ def rich_run() -> dict[str, Any]:
     tenth was compared with an exact run, and on whose last one two replicas worked; two slices, 21 and 22 of 20 to 25,
     whose original is unknown and of which 24 is masked wholly; and a generated image."""
     rows = []
-    for name, more in (("a", 0.0), ("a very long name of a <scan>, 2024-05-17", 2.0)):
-        judged = QUALITY | {"psnr_db": 21.53 + more}
+    for name, rise in (("a", 0.0), ("a very long name of a <scan>, 2024-05-17", 2.0)):
+        judged = QUALITY | {"psnr_db": 21.53 + rise}
         rows += [
-            row_of(name, "block", "flat", judged, 12.34 + more, {"plane": 5 * 2**20, "node": 5}, baseline=BASELINE),
+            row_of(name, "block", "flat", judged, 12.34 + rise, {"plane": 5 * 2**20, "node": 5}, baseline=BASELINE),
             row_of(name, "block", "cocodiff", QUALITY, 7.89, {"node": 77}, psnr_vs_exact_db=39.8, baseline=BASELINE),
         ]
     first = step_of(0, 1.0, 1.0, 0.0, {"": 1.0})
     seconds = (step_of(1, 0.2, 0.2, 1.0, {"": 1.0}), step_of(1, 0.2, 0.1, 1.0, {"": 0.5, "qkvo": 0.5}))
     for n in range(13):
-        of_slice: dict[str, Any] = {
+        more: dict[str, Any] = {
             "psnr_vs_exact_db": 40.0 if n == 0 else None,
             "exact_compared": n % 10 == 0,
             "bytes_whole": {"plane": 100},
@@ -92,21 +90,12 @@ def rich_run() -> dict[str, Any]:
             "resolution": None if n == 12 else 4.0 + n,
             "drift": [first, seconds[n % 2]],
         }
-        of_slice |= SAMPLES | {"coverage_90": 0.81 - n / 100}
-        rows.append(
-            row_of(f"stack[{n}]", "block", "ahead", QUALITY | {"psnr_db": 20.0 + n}, 1.5, {"plane": 60}, **of_slice)
-        )
+        more |= SAMPLES | {"coverage_90": 0.81 - n / 100}
+        rows += [row_of(f"stack[{n}]", "block", "ahead", QUALITY | {"psnr_db": 20.0 + n}, 1.5, {"plane": 60}, **more)]
     for n in (21, 22):
         rows.append(row_of(f"scan[{n}]", "holes", "flat", NOTHING, 2.0, {}, exact_compared=False, rank_seconds=7.25))
     rows.append(row_of("drawn", None, "flat", NOTHING, 3.0, {"sibling": 1536}))
-    told = {"name": "scan", "mask": "holes", "slices": [20, 26], "range": [0, 16383], "extremes": [0, 65535]}
-    inputs = [
-        {**told, "beyond": 9, "wholly_masked": [24], "remarks": ["the mask is odd"]},
-        {**told, "name": "other", "wholly_masked": [], "beyond": 0, "remarks": []},
-        {**told, "name": "a", "mask": "block", "wholly_masked": [], "beyond": 0, "remarks": []},
-    ]
-    jumps = [{"name": "stack", "mask": "block", "mode": "ahead", "slice_jump": 1.234}]
-    return metrics_document({"steps": 20}, 4, rows) | {"inputs": inputs, "jumps": jumps}
+    return metrics_document({"steps": 20}, 4, rows) | CASES["of inputs"]
 
 
 class SmoothInpainter:
@@ -126,10 +115,6 @@ class SmoothInpainter:
         assert float(images_BHW.min()) >= 0 and float(images_BHW.max()) <= 1
         self.calls.append((len(noise_keys), strength, tuple(noise_keys)))
         self.shown.append(images_BHW.numpy().tobytes() + masks_BHW.numpy().tobytes())
-        noise = torch.stack(
-            [
-                torch.rand(images_BHW.shape[1:], generator=torch.Generator().manual_seed(key + 1)) - 0.5
-                for key in noise_keys
-            ]
-        )
+        keyed = [torch.Generator().manual_seed(key + 1) for key in noise_keys]
+        noise = torch.stack([torch.rand(images_BHW.shape[1:], generator=one) - 0.5 for one in keyed])
         return (images_BHW + 0.2 * strength * noise * masks_BHW).clamp(0, 1)

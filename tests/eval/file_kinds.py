@@ -56,11 +56,13 @@ def write_tiff(folder: Path, volume: np.ndarray, order: str = "<", axes: str = "
     return str(folder / "scan.tif")
 
 
-def write_pages(folder: Path, volume: np.ndarray, order: str = "<") -> str:
-    """Append page to page, as acquisition does."""
+def write_pages(
+    folder: Path, images: Sequence[np.ndarray], order: str = "<", white: Sequence[int] = (), **options: Any
+) -> str:
+    """Append page to page, as acquisition does. white: the numbers of those whose 0 is white."""
     with tifffile.TiffWriter(folder / "scan.tif", byteorder=order) as writer:
-        for image_YX in volume:
-            writer.write(image_YX, photometric="minisblack")
+        for number, image_YX in enumerate(images):
+            writer.write(image_YX, **{"photometric": "miniswhite" if number in white else "minisblack"} | options)
     return str(folder / "scan.tif")
 
 
@@ -95,16 +97,16 @@ def write_hdf5(
     folder: Path,
     volume: np.ndarray,
     order: str = "<",
-    axes: Sequence[str] = "zyx",
+    axes: str = "zyx",
     how: str = "",
-    attributes: Mapping[str, Any] | None = None,
-    **options: Any,
+    attributes: Any = None,
+    **more: Any,
 ) -> str:
     """how: axes are named; "" for not at all."""
     names = [AXES.get(axis, axis) for axis in axes[-volume.ndim :]]
     with h5py.File(folder / "scan.h5", "w") as file:
         group = file.create_group("exchange")
-        data = group.create_dataset("data", data=volume.astype(volume.dtype.newbyteorder(order)), **options)
+        data = group.create_dataset("data", data=volume.astype(volume.dtype.newbyteorder(order)), **more)
         data.attrs["element_size_um"], data.attrs["units"] = VOXEL_SIZE, "1/cm"
         group["theta"], group.attrs["beamline"], file.attrs["sample"] = np.arange(5.0), "2-BM", "a tooth"
         data.attrs.update(attributes or {})
@@ -124,9 +126,7 @@ def write_hdf5(
     return str(folder / "scan.h5")
 
 
-def write_frames(
-    folder: Path, volume: np.ndarray, order: str = "<", attributes: Mapping[str, Any] | None = None
-) -> str:
+def write_frames(folder: Path, volume: np.ndarray, order: str = "<", attributes: Any = None) -> str:
     with h5py.File(folder / "scan.h5", "w") as file:
         group = file.create_group("20260102_tooth")
         group.attrs["pxsize"] = b"0.0025"
@@ -265,11 +265,7 @@ KINDS: dict[str, Kind] = {
     "sequence": Kind(write_sequence, shapes=(*STACKS, (1, 20, 16)), size=None, unit=""),
     "hdf5": Kind(write_hdf5),
     "hdf5 chunked": Kind(write_hdf5, {"chunks": True, "compression": "gzip", "shuffle": True}),
-    "hdf5 scales": Kind(write_hdf5, {"how": "scales"}),
-    "hdf5 labels": Kind(write_hdf5, {"how": "labels"}),
-    "hdf5 nexus": Kind(write_hdf5, {"how": "nexus"}),
-    "hdf5 old nexus": Kind(write_hdf5, {"how": "old nexus"}),
-    "hdf5 axistags": Kind(write_hdf5, {"how": "axistags"}),
+    **{f"hdf5 {how}": Kind(write_hdf5, {"how": how}) for how in ("scales", "labels", "nexus", "old nexus", "axistags")},
     "frames": Kind(write_frames, shapes=STACKS, size=(0.0025,) * 3, unit="millimeter"),
     "zarr 2": Kind(write_zarr),
     "zarr 2 blosc": Kind(write_zarr, BLOSC),

@@ -20,6 +20,7 @@ from cocodiff_eval.data.intensity import IntensityRange, compose_native, intensi
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.harness.tasks import export, result_files
+from eval_helpers import CASES
 from file_kinds import DECLARING, KINDS, assert_bits, write_hdf5, write_tiff, write_zarr
 from seams import save_as_restore
 
@@ -55,26 +56,11 @@ def encoded(value: float) -> str:
     return base64.b64encode(struct.pack("<d", value)).decode()
 
 
-NO_NUMBERS = {"missing_value": encoded(np.nan), "valid_min": np.nan, "_FillValue": "none", "valid_max": []}
-DECLARED: dict[str, tuple[dict[str, Any], str]] = {  # attributes, and what is refused, if anything
-    "_FillValue": ({"_FillValue": np.uint16(7)}, r"2 missing \(_FillValue 7\) voxels"),
-    "missing_value": ({"missing_value": np.float32(7)}, r"2 missing \(missing_value 7\) voxels"),
-    "several": ({"missing_value": [9, 7]}, r"2 missing \(missing_value 9, 7\) voxels"),
-    "both": ({"_FillValue": 9, "missing_value": "7"}, r"2 missing \(_FillValue 9, missing_value 7\) voxels"),
-    "range": ({"valid_range": [8, 4000]}, r"2 missing \(valid_range 8, 4000\) voxels"),
-    "least": ({"valid_min": 1000, "valid_max": 4000}, r"2 missing \(valid_min 1000, valid_max 4000\) voxels"),
-    "most": ({"valid_max": 6}, r"1728 missing \(valid_max 6\) voxels"),
-    "nowhere": ({"_FillValue": 65535, "missing_value": [-9999.0, 70000], "valid_range": [7, 3000]}, ""),
-    "no numbers": ({**NO_NUMBERS, "scale_factor": "", "_Unsigned": "true"}, ""),
-    "of others": ({"units": "7", "fill_value": 7, "actual_range": [1000, 2000]}, ""),
-}
-
-
 @pytest.mark.parametrize("kind", DECLARING)
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", CASES["declared"])
 def test_missing_voxels_are_no_intensities(tmp_path: Path, kind: str, name: str) -> None:
     """Where none is outside the mask, what is declared is no obstacle."""
-    about, words = DECLARED[name]
+    about, words = CASES["declared"][name]
     path = KINDS[kind].file(tmp_path, voxels(), attributes=about)
     if not words:
         assert ranges(path)[0] == 1001
@@ -96,18 +82,8 @@ def test_integers_of_the_other_sign_are_refused(tmp_path: Path, kind: str, dtype
     refused(KINDS[kind].file(tmp_path, volume, attributes={"_Unsigned": sign}), f"type {dtype} .* _Unsigned")
 
 
-MOVED = {  # declared, restored, and what comes of it; 50 is the largest known voxel
-    "up": ({"_FillValue": [20], "missing_value": [21]}, [19, 20, 21, 22], [19, 22, 22, 22]),
-    "down": ({"missing_value": [250, 249, 7.0]}, [248, 249, 250, 7], [248, 248, 248, 8]),
-    "ends": ({"_FillValue": [0], "missing_value": [255]}, [-9, 0, 255, 999], [1, 1, 254, 254]),
-    "other type": ({"_FillValue": [-9999], "missing_value": [1e20, float("nan")]}, [0, 1, 2, 3], [0, 1, 2, 3]),
-    "valid": ({"valid_range": [10, 90], "valid_max": [80], "_FillValue": [10]}, [9, 10, 85, 95], [11, 11, 80, 80]),
-}
-
-
-@pytest.mark.parametrize("case", MOVED)
-def test_restored_voxels_are_never_missing_ones(case: str) -> None:
-    declared, restored, expected = MOVED[case]
+@pytest.mark.parametrize(("declared", "restored", "expected"), CASES["restored"].values(), ids=CASES["restored"])
+def test_restored_voxels_are_never_missing_ones(declared: Any, restored: list[int], expected: list[int]) -> None:
     scale, image_YX = IntensityRange(5.0, 50.0, declared=declared), np.array([[20, 20, 20, 20, 20]], "u1")
     mask_YX = np.array([[True] * 4 + [False]])
     restored01_YX = (np.array([[*restored, 30.0]]) - 5) / 45
@@ -199,23 +175,17 @@ def attributes_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     return dict(zarr.open_group(folder / store, mode="r")["0"].attrs.asdict())
 
 
-BY_XARRAY: dict[str, tuple[str, Any, dict[str, Any]]] = {  # the type, a missing voxel, and what is declared
-    "u2": ("u2", 65535, {"_FillValue": np.uint16(65535)}),
-    "i2, scaled": ("i2", -999, {"_FillValue": np.int16(-999), "scale_factor": 0.5, "add_offset": -100.0}),
-    "f4, two values": ("f4", -9999, {"_FillValue": np.float32(1e20), "missing_value": np.float32(-9999)}),
-    "i4, of many values": ("i4", 9, {"_FillValue": np.int32(-1), "missing_value": np.array([-1, 9], "i4")}),
-    "u1, among the others": ("u1", 70, {"_FillValue": np.uint8(70)}),
-    "f8, NaN": ("f8", np.nan, {"_FillValue": np.nan}),
-}
 ORDERS = (("z", "y", "x"), ("depth", "lat", "lon"), ("Z", "Y", "X"), ("slice", "row", "column"))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["netcdf", "zarr 2", "zarr 3"])
-@pytest.mark.parametrize(("number", "name"), [*enumerate(BY_XARRAY)])
+@pytest.mark.parametrize(("number", "name"), [*enumerate(CASES["by xarray"])])
 def test_xarray_decodes_a_result_as_it_does_its_input(tmp_path: Path, kind: str, number: int, name: str) -> None:
     """And finds nothing missing that was restored."""
-    dtype, missing, about = BY_XARRAY[name]
+    dtype, missing, about = CASES["by xarray"][name]
+    of_voxels = {one: np.array(about[one], dtype)[()] for one in ("_FillValue", "missing_value") if one in about}
+    about = about | of_voxels
     volume = (voxels() % 100 + 20).astype(dtype)
     volume[volume == missing] += 1
     volume[1, 8:16, 10:20] = missing
@@ -239,7 +209,7 @@ def test_xarray_decodes_a_result_as_it_does_its_input(tmp_path: Path, kind: str,
 def test_smaller_levels_have_the_scale_too(tmp_path: Path) -> None:
     volume = np.random.default_rng(0).integers(1000, 3000, (1, 300, 600), dtype="u2")
     about = {"scale_factor": 0.5, "_FillValue": 7, "note": "a"}
-    exported(write_zarr(tmp_path, volume, attributes=about), tmp_path, samples=1)
+    exported(write_zarr(tmp_path, volume, attributes=about, chunks=(1, 1, 1, 300, 600)), tmp_path, samples=1)
     root = zarr.open_group(tmp_path / "scan_center_tapa.ome.zarr", mode="r")
     assert root["0"].attrs.asdict() == about and root["1"].attrs.asdict() == {"scale_factor": 0.5}
 

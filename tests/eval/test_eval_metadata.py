@@ -14,19 +14,7 @@ import zarr
 from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import LENGTHS, Part, Stack, one_unit, unit_name, unit_symbol
-from file_kinds import (
-    PROVENANCE,
-    SHAPE,
-    WHITE,
-    reopened,
-    restored,
-    voxels,
-    write_imagej,
-    write_ome,
-    write_sequence,
-    write_tiff,
-    write_zarr,
-)
+from file_kinds import KINDS, PROVENANCE, reopened, restored, voxels, write_imagej, write_ome, write_tiff, write_zarr
 
 VOLUME = voxels()
 
@@ -84,11 +72,11 @@ def test_what_imagej_draws_is_kept_and_said_once(tmp_path: Path) -> None:
         assert {name: about[name] for name in about if name in ("ROI", "Overlays")} == drawn
         assert about["Info"].startswith("Jürgen") and about["Labels"] == wanted
     for word in ("zarr", "h5", "sequence"):
-        assert reopened(given, word, tmp_path / word).shape == SHAPE
+        assert reopened(given, word, tmp_path / word).shape == VOLUME.shape
 
 
 def test_tags_are_kept(tmp_path: Path) -> None:
-    path = restored(open_volume(write_tiff(tmp_path, VOLUME, ">", **WHITE)), "same", tmp_path).path
+    path = restored(open_volume(KINDS["white"].file(tmp_path, VOLUME, ">")), "same", tmp_path).path
     with tifffile.TiffFile(path) as tiff:
         page = tiff.pages.first
         tags = {tag.name: tag.value for tag in page.tags if tag.code != 270}
@@ -109,7 +97,7 @@ def test_texts_outside_ascii_are_kept(tmp_path: Path) -> None:
 
 
 def test_names_and_descriptions_of_a_sequence_are_kept(tmp_path: Path) -> None:
-    given = open_volume(write_sequence(tmp_path, VOLUME))
+    given = open_volume(KINDS["sequence"].file(tmp_path, VOLUME))
     names = [f"recon_{number}.tiff" for number in range(8, 14)]
     assert [Path(name).name for name in given.metadata.details["files"]] == names
     folder = restored(Part("1:4").of(given), "same", tmp_path).path

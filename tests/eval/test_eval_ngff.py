@@ -91,12 +91,9 @@ def test_the_last_level_has_256_voxels_a_side_at_most(tmp_path: Path, side: int,
     assert len([*restored(given, "zarr", tmp_path).path.glob("[0-9]")]) == levels
 
 
-def test_dimensions_keep_their_names(tmp_path: Path) -> None:
+def test_of_arrays_as_xarray_names_them_dimensions_are_kept_and_coordinates_told(tmp_path: Path) -> None:
     path = restored(open_volume(write_zarr(tmp_path, voxels(), image=False, version=3)), "same", tmp_path).path
     assert zarr.open_array(path, path="0", mode="r").metadata.dimension_names == ("time", "channel", "z", "y", "x")
-
-
-def test_coordinates_of_xarray_are_named(tmp_path: Path) -> None:
     path = write_zarr(tmp_path, voxels(), image=False)
     zarr.open_group(tmp_path / "scan.zarr", mode="a").create_array("x", data=np.arange(33.0))
     assert open_volume(path).metadata.remarks == [f"{path}: results keep no coordinates (x)"]
@@ -118,7 +115,7 @@ def test_what_json_cannot_hold_becomes_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_labels_are_kept_in_the_region_and_the_mask_that_was_made_is_one_of_them(tmp_path: Path, version: Any) -> None:
-    path = write_zarr(tmp_path, voxels((4, 24, 300)), version=version)
+    path = write_zarr(tmp_path, voxels((4, 24, 300)), version=version, chunks=(1, 1, 4, 24, 128))
     labels = np.random.default_rng(0).integers(0, 9, (4, 24, 300), dtype=np.int32)
     root = zarr.open_group(path, mode="a")
     about = {"labels": ["deep/organs", "../0"]}
@@ -140,12 +137,10 @@ def test_labels_are_kept_in_the_region_and_the_mask_that_was_made_is_one_of_them
     names = (attributes if version == 2 else attributes["ome"])["labels"]
     assert names == ["deep/organs", "block", "block-2"]
     wanted = [labels[part], labels[part].astype("u1"), np.broadcast_to(hole, (3, 20, 296))]
-    for name, expected in zip(names, wanted, strict=True):
-        assert assert_bits(
-            f"{result.path}:/labels/{name}", expected.astype(expected.dtype.str.replace("b", "u"))
-        ).labels
+    for name, label in zip(names, wanted, strict=True):
+        assert assert_bits(f"{result.path}:/labels/{name}", label.astype(label.dtype.str.replace("b", "u"))).labels
         smaller = zarr.open_array(result.path, path=f"labels/{name}/1", mode="r")
-        np.testing.assert_array_equal(np.squeeze(smaller[...]), expected[::2, ::2, ::2])
+        np.testing.assert_array_equal(np.squeeze(smaller[...]), label[::2, ::2, ::2])
     assert open_volume(f"{result.path}:/labels/block-2").metadata.voxel_size == volume.metadata.voxel_size
     whole = open_volume(path)  # without a region a label of another shape is kept too
     result = restored(whole, "same", tmp_path)
@@ -154,35 +149,36 @@ def test_labels_are_kept_in_the_region_and_the_mask_that_was_made_is_one_of_them
 
 
 def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_path: Path) -> None:
-    volume = voxels((2, 20, 33))
-    mask = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9)
+    volume, size = voxels((2, 20, 33)), {"resolution": (100, 100), "resolutionunit": 3}
+    mask, last = (
+        SimpleNamespace(name="block", shape=volume.shape, read=lambda n, of=of: volume[n] > 9 + of * n)
+        for of in (0, 20000)  # the second differs in the last slice
+    )
 
-    def described(folder: Path, data: np.ndarray, mask: Any = mask, truth: Any = None, **options: Any) -> Any:
-        folder.mkdir(exist_ok=True)
-        stack = open_stack(write_tiff(folder, data, **options))
+    def described(data: np.ndarray = volume, mask: Any = mask, truth: Any = None, **options: Any) -> Any:
+        stack = open_stack(write_tiff(tmp_path, data, **options or size))
         found = described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=truth)])
         return json.loads(json.dumps({"inputs": found}))
 
-    size = {"resolution": (100, 100), "resolutionunit": 3}
-    last = SimpleNamespace(name="block", shape=volume.shape, read=lambda index: volume[index] > 9 + 20000 * index)
-    there = described(tmp_path, volume, **size)
-    assert first_difference(there, described(tmp_path / "elsewhere", volume, **size)) is None
-    for data, options, told in (
-        (volume.view(np.int16), {}, "dtype uint16, dtype int16"),
-        (volume, {"resolution": (50, 50)}, "voxel size 100.0, voxel size 200.0"),
-        (volume, {"description": "another tooth"}, "metadata, metadata"),
-        (volume, {"mask": last}, "hidden, hidden"),
-        (volume, {"truth": last}, "truth, truth"),
-        (volume, {"truth": mask}, "truth, truth"),
+    there = described()
+    for other, told in (
+        (described(volume.view(np.int16)), ("dtype uint16", "dtype int16")),
+        (described(resolution=(50, 50), resolutionunit=3), ("voxel size 100.0", "voxel size 200.0")),
+        (described(description="another tooth", **size), ("metadata", "metadata")),
+        (described(mask=last), ("hidden", "hidden")),
+        (described(truth=last), ("truth", "truth")),
+        (described(truth=mask), ("truth", "truth")),
     ):
-        difference = first_difference(there, described(tmp_path, data, **size | options))
-        assert difference is not None and all(map(str.startswith, difference[1:], told.split(", "))), difference
+        difference = first_difference(there, other)
+        assert difference is not None and all(map(str.startswith, difference[1:], told)), difference
+    assert first_difference(described(truth=mask), described(truth=last)) is not None
     sides = {f"PhysicalSize{axis}": 2.0 for axis in "XYZ"}
     units = [{f"{name}Unit": unit for name in sides} for unit in ("nm", "mm")]
-    both = [described(tmp_path, volume, ome=True, metadata=sides | unit) for unit in units]
+    both = [described(ome=True, metadata=sides | unit) for unit in units]
     assert first_difference(*both) == ("inputs", "unit nanometer", "unit millimeter")
-    both = [described(tmp_path, volume, truth=one, **size) for one in (mask, last)]
-    assert first_difference(*both) is not None  # in the last slice
+    (tmp_path / "elsewhere").mkdir()
+    tmp_path /= "elsewhere"
+    assert first_difference(there, described()) is None
     assert first_difference({"a": 1, "only there": 2}, {"a": 1}) == ("only there", "2", "None")
     assert first_difference({"a": 1}, {"a": 1, "only now": 2}) == ("only now", "None", "2")
 

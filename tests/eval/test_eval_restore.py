@@ -103,6 +103,7 @@ def test_schedules_run_the_promised_steps(steps: int, strength: float) -> None:
     begin = int(max(total - min(total * start, total), 0))  # as diffusers' flow-matching pipelines count
     assert total - begin == steps_at(steps, strength)
     assert (start == 1.0) == (strength == 1.0)
+    assert [steps_at(*case) for case in ((20, 1.0), (20, 0.4), (1, 0.4), (2, 0.1), (3, 0.99))] == [20, 8, 1, 1, 3]
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +113,8 @@ def pipe() -> Any:
 
 
 def prompt(batch: int) -> dict[str, Any]:
-    return {
-        "prompt_embeds": torch.zeros(batch, 3, 16),
-        "pooled_prompt_embeds": torch.zeros(batch, 16),
-        "guidance_scale": 1.0,
-    }
+    embeds, pooled = torch.zeros(batch, 3, 16), torch.zeros(batch, 16)
+    return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, "guidance_scale": 1.0}
 
 
 ONE = (torch.zeros(1, 64, 64), torch.ones(1, 64, 64))
@@ -124,11 +122,9 @@ ONE = (torch.zeros(1, 64, 64), torch.ones(1, 64, 64))
 
 def test_pipeline_restores_batches_silently(pipe: Any, capfd: pytest.CaptureFixture) -> None:
     """The pipeline's own settings of its progress bar are as they were."""
-    ticks, batches = list[int](), list[int]()
+    ticks, sizes = list[int](), list[int]()
     pipe.set_progress_bar_config(leave=False)
-    inpainter = PipelineInpainter(
-        pipe, lambda batch: batches.append(batch) or prompt(batch), 5, 7, on_step=ticks.append
-    )
+    inpainter = PipelineInpainter(pipe, lambda batch: sizes.append(batch) or prompt(batch), 5, 7, on_step=ticks.append)
     assert (inpainter.native_size, inpainter.multiple) == (64, 8)
     image_YX = phantom(140, 100).astype(np.float32)
     mask_YX = block_mask((140, 100), 0)
@@ -137,7 +133,7 @@ def test_pipeline_restores_batches_silently(pipe: Any, capfd: pytest.CaptureFixt
     again_YX = restore_slice(image_YX, mask_YX, inpainter, batch=3)
     assert restored_YX.tobytes() == again_YX.tobytes()
     assert sum(ticks) == 2 * plan.tile_steps(5)
-    assert len(batches) == 2 * calls_of(plan) and max(batches) > 1
+    assert len(sizes) == 2 * calls_of(plan) and max(sizes) > 1
     assert restored_YX[~mask_YX].tobytes() == image_YX[~mask_YX].tobytes()
     assert not np.array_equal(restored_YX, image_YX)
     assert capfd.readouterr() == ("", "")
@@ -200,6 +196,4 @@ def test_a_pipeline_that_counts_otherwise_or_breaks_down_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"Broken ran 3 denoising steps instead of 4 \(num_inference_steps=4"):
         inpainter(*call)
     with pytest.raises(AssertionError, match=r"the model returned \[1, 3\] for \[1, 32, 32\]"):
-        restore_slice(
-            np.zeros((32, 32), np.float32), center_mask((32, 32)), Answering(lambda images, masks: torch.zeros(1, 3))
-        )
+        restore_slice(np.zeros((32, 32), np.float32), center_mask((32, 32)), Answering(lambda *_: torch.zeros(1, 3)))

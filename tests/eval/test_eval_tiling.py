@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from cocodiff_eval.data.masks import block_mask, center_mask
-from cocodiff_eval.restore.tiling import RestorationPlan, axis_starts, axis_window, plan_restoration, steps_at
+from cocodiff_eval.restore.tiling import RestorationPlan, axis_starts, axis_window, plan_restoration
 from eval_helpers import calls_of, marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,6 +123,8 @@ def test_a_deep_hole_goes_from_coarse_to_fine_and_a_scratch_does_not() -> None:
     thin_YX = marked((640, 64), np.s_[100:540])
     shapes = [[level.shape for level in plan_restoration(one, 96, 8).levels] for one in (thin_YX, thin_YX.T)]
     assert shapes == [[(640 >> n, 64 >> n) for n in range(4)], [(64 >> n, 640 >> n) for n in range(4)]]
+    lower = plan_restoration(center_mask((640, 640)), 96, 8, strength=0.1)
+    assert [one.strength for level in lower.levels for one in level.passes] == [0.1] * 4
     scratch = plan_restoration(masks((640, 640))["scratch"], 96, 8)
     assert [[one.strength for one in level.passes] for level in scratch.levels] == [[1.0]]
 
@@ -133,19 +135,6 @@ def test_holes_of_different_size_start_on_different_levels() -> None:
     assert [one.strength for one in fine.passes] == [1.0, 0.2]
     assert not fine.passes[1].hidden_YX[30, 30] and fine.passes[0].hidden_YX[150, 150]
     assert [one.strength for one in middle.passes] == [0.2] and [one.strength for one in coarse.passes] == [1.0]
-
-
-def test_a_lower_strength_holds_on_every_level() -> None:
-    plan = plan_restoration(center_mask((640, 640)), 96, 8, strength=0.1)
-    assert [one.strength for level in plan.levels for one in level.passes] == [0.1] * 4
-
-
-def test_progress_is_known_beforehand() -> None:
-    plan = plan_restoration(center_mask((640, 640)), 96, 8)
-    tiles = [len(one.tiles) for level in plan.levels for one in level.passes]
-    assert calls_of(plan) == sum(-(-count // 8) for count in tiles)
-    assert plan.tile_steps(20) == (sum(tiles) - 1) * 4 + 20
-    assert [steps_at(*case) for case in ((20, 1.0), (20, 0.4), (1, 0.4), (2, 0.1), (3, 0.99))] == [20, 8, 1, 1, 3]
 
 
 @given(length=st.integers(1, 3000), native=st.sampled_from([32, 96, 1024]))

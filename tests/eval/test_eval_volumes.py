@@ -1,40 +1,23 @@
 """Volumes in slices along other axes, hidden regions, weights, calibrated intervals, and methods without a model."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from cocodiff_eval.data.masks import depth
 from cocodiff_eval.data.reoriented import AXES, MaskStatistics, Reoriented, Restored, reoriented_shape, turn
 from cocodiff_eval.harness.volume import Evidence, HiddenRegionReport, HiddenRound, Volume, judge_test
-from cocodiff_eval.quality.fusing import (
-    Intervals,
-    Lead,
-    fuse,
-    learn_weights,
-    mean_or_member,
-    near_best,
-    products_in_blocks,
-    quantile,
-    samples_along,
-)
+from cocodiff_eval.quality import fusing
+from cocodiff_eval.quality.fusing import Intervals, Lead, learn_weights, mean_or_member
 from cocodiff_eval.quality.hidden import Hidden, Survey, hide
-from cocodiff_eval.restore.baseline import (
-    AUTOREGRESSIONS,
-    METHODS,
-    SMOOTH,
-    Method,
-    Window,
-    autoregression,
-    in_cells,
-    laplace,
-    linear,
-    smooth_continuation,
-    total_variation,
-)
-from eval_helpers import marked
+from cocodiff_eval.restore import baseline
+from cocodiff_eval.restore.baseline import METHODS, Window, autoregression, in_cells
+from eval_helpers import CASES, marked
 from scipy.ndimage import uniform_filter1d
 from skimage.restoration import inpaint_biharmonic
 
@@ -54,9 +37,7 @@ def census_of(mask_ZYX: np.ndarray) -> MaskStatistics:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 5000, 2**28])
-def test_copies_hold_the_same_slices_however_many_are_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
+def test_copies_are_the_same_in_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
     monkeypatch.setattr("cocodiff_eval.data.reoriented.BLOCK_BYTES", block_bytes)
     volume = np.random.default_rng(0).integers(0, 60000, SHAPE, dtype=np.uint16)
     copies = [Reoriented(tmp_path / axis, axis, SHAPE, volume.dtype) for axis in "yx"]
@@ -92,14 +73,14 @@ def test_what_is_restored_along_any_axis_is_found_along_z(tmp_path: Path, axis: 
 
 def test_equal_weights_give_the_usual_mean_and_deviation() -> None:
     values_SP = np.random.default_rng(0).random((6, 50))
-    mean_P, spread_P = fuse(values_SP, np.full((6, 50), 0.3))
+    mean_P, spread_P = fusing.fuse(values_SP, np.full((6, 50), 0.3))
     np.testing.assert_allclose(mean_P, values_SP.mean(axis=0))
     np.testing.assert_allclose(spread_P, values_SP.std(axis=0, ddof=1))
     weights_SP = np.ones((6, 50))
     weights_SP[2:, 0] = 0  # blind samples say nothing, whatever they hold
     weights_SP[1:, 1] = 0
     values_SP[2:, 0] = np.nan
-    mean_P, spread_P = fuse(values_SP, weights_SP)
+    mean_P, spread_P = fusing.fuse(values_SP, weights_SP)
     assert mean_P[0] == pytest.approx(values_SP[:2, 0].mean()) and mean_P[1] == values_SP[0, 1] and spread_P[1] == 0
     assert spread_P[0] == pytest.approx(values_SP[:2, 0].std(ddof=1))
 
@@ -108,7 +89,7 @@ def test_weights_follow_errors_and_what_they_have_in_common() -> None:
     random, block_P = np.random.default_rng(0), np.repeat(np.arange(42), 500)
 
     def learn(errors_AP: np.ndarray) -> np.ndarray:
-        return learn_weights(*products_in_blocks(errors_AP, block_P))
+        return learn_weights(*fusing.products_in_blocks(errors_AP, block_P))
 
     own = random.normal(size=(3, 21000))
     # Which of them errs most changes from block to block: none is clearly behind.
@@ -121,9 +102,9 @@ def test_weights_follow_errors_and_what_they_have_in_common() -> None:
     assert clear_A[1] == 0 and clear_A[0] > 0.3 and clear_A[2] > 0.3
     alike = np.stack([own[0], own[0] * 1.001 + own[1] * 0.01, own[2]])
     assert learn(alike)[:2].min() < 0.02  # one of two that are the same is enough
-    assert samples_along(6, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 2, "y": 2, "x": 2}
-    assert samples_along(4, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 1, "y": 2, "x": 1}
-    assert samples_along(4, {}) == {}
+    assert fusing.samples_along(6, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 2, "y": 2, "x": 2}
+    assert fusing.samples_along(4, {"z": 0.2, "y": 0.5, "x": 0.3}) == {"z": 1, "y": 2, "x": 1}
+    assert fusing.samples_along(4, {}) == {}
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 40])
@@ -142,9 +123,7 @@ def test_what_is_written_errs_no_more_than_its_best_member(seed: int, blocks: in
     if (weights_A == 1).any():
         assert np.square(errors_AP[weights_A == 1]).mean() == pytest.approx(least)
     else:  # weights of a block are those of a fold of the others
-        assert blocks > 1 and all(
-            np.ptp(each_AP[:, block_P == block], axis=1).max() == 0 for block in np.unique(block_P)
-        )
+        assert blocks > 1 and all(np.ptp(each_AP[:, block_P == one], axis=1).max() == 0 for one in np.unique(block_P))
 
 
 def test_a_member_that_errs_more_has_a_weight_where_none_is_dropped() -> None:
@@ -155,9 +134,7 @@ def test_a_member_that_errs_more_has_a_weight_where_none_is_dropped() -> None:
         assert weights_A[1] == pytest.approx(weight, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("size", "clear", "share"), [(1.9, None, 0.217), (1.9, 99.0, 0), (2.1, None, 0), (1.0, 99.0, 0.5)]
-)
+@pytest.mark.parametrize(("size", "clear", "share"), [(1.9, None, 0.217), (1.9, 99, 0), (2.1, None, 0), (1.0, 99, 0.5)])
 def test_a_model_has_a_part_where_it_gains_clearly_or_is_near_the_best(
     size: float, clear: float | None, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,14 +157,12 @@ def test_members_are_near_the_best_within_some_standard_errors(errors: float, ne
     apart_B = np.random.default_rng(0).normal(size=40)
     apart_B = 9 + (apart_B - apart_B.mean()) / apart_B.std(ddof=1) + 0.7 / np.sqrt(40)
     errors_AP = np.sqrt(np.stack([np.full(40, 9.0), apart_B]))
-    found_A = near_best(*products_in_blocks(errors_AP, np.arange(40)), errors)
+    found_A = fusing.near_best(*fusing.products_in_blocks(errors_AP, np.arange(40)), errors)
     assert found_A.tolist() == [True, near]
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-@pytest.mark.parametrize(
-    ("worse", "shares"), [(1.0, (1 / 3, 1 / 3, 1 / 3)), (2.0, (4 / 9, 4 / 9, 1 / 9)), (9.0, (0.5, 0.5))]
-)
+@pytest.mark.parametrize(("worse", "shares"), [(1.0, (1 / 3,) * 3), (2.0, (4 / 9, 4 / 9, 1 / 9)), (9.0, (0.5, 0.5))])
 def test_axes_have_weights_by_their_errors(worse: float, shares: tuple[float, ...], chosen: bool) -> None:
     """Those of one that errs more are smaller, of one that errs far more none; given axes have equal ones."""
     random, count = np.random.default_rng(0), 8000
@@ -219,8 +194,8 @@ def test_calibrated_intervals_hold_their_share_of_other_voxels(informative: bool
     assert np.ptp(flat.radius(scale_P, 0.9)) == 0
     if informative:  # narrower on average than ones of one width
         assert found.radius(scale_P, 0.9).mean() < 0.95 * flat.radius(scale_P, 0.9).mean()
-    assert quantile(np.arange(9.0), 0.9) == 8 and quantile(np.arange(99.0), 0.5) == 49
-    assert [quantile(np.arange(float(count)), 0.9) for count in (3, 9, 10, 18, 19)] == [2, 8, 9, 17, 17]
+    assert fusing.quantile(np.arange(9.0), 0.9) == 8 and fusing.quantile(np.arange(99.0), 0.5) == 49
+    assert [fusing.quantile(np.arange(float(count)), 0.9) for count in (3, 9, 10, 18, 19)] == [2, 8, 9, 17, 17]
     few = Intervals.calibrated(errors_P[:199], scale_P[:199], np.ones(199))
     for unknown in (Intervals.unknown(), few, Intervals.calibrated(np.zeros(0), np.zeros(0), np.zeros(0))):
         assert unknown.radius(scale_P, 0.9).min() == np.inf and unknown.record() is None
@@ -268,22 +243,7 @@ def test_the_expected_lead_holds_that_of_another_mask() -> None:
     assert 0 < three.low <= three.high < np.inf
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "by_model", "kind"),
-    [
-        (0.4, 6.4, True, "ahead"),
-        (0.4, 6.4, False, "ahead"),  # of each method alone: a mean of them
-        (-0.4, 6.4, True, "tie"),
-        (-2.9, 2.9, True, "tie"),
-        (-0.4, 6.4, False, "as good"),
-        (0.0, 0.0, False, "as good"),
-        (-9.0, -0.1, True, "as good"),
-        (-9.0, 2.9, True, "as good"),
-        (-3.1, 3.1, True, "unknown"),
-        (-39.5, 45.3, True, "unknown"),
-        (-np.inf, np.inf, True, "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("low", "high", "by_model", "kind"), CASES["leads"])
 def test_what_a_lead_says_of_a_restoration(low: float, high: float, by_model: bool, kind: str) -> None:
     found = Lead(1.25, low, high, 3, 5, 700).outcome("linear across z", by_model)
     assert (found.kind, found.rival, found.lead_db) == (kind, "linear across z", 1.25)
@@ -297,7 +257,7 @@ def test_linear_interpolates_along_its_axis() -> None:
     volume, mask_ZYX = np.random.default_rng(0).random(SHAPE), random_mask()
     mask_ZYX[:, 3, 4] = True
     for axis in range(3):
-        found = np.moveaxis(linear(np.where(mask_ZYX, np.nan, volume), mask_ZYX, axis), axis, -1)
+        found = np.moveaxis(baseline.linear(np.where(mask_ZYX, np.nan, volume), mask_ZYX, axis), axis, -1)
         hidden, known = np.moveaxis(mask_ZYX, axis, -1), np.moveaxis(volume, axis, -1)
         for place in np.ndindex(found.shape[:2]):
             line, places = hidden[place], np.arange(found.shape[2])
@@ -309,15 +269,15 @@ def test_methods_in_three_dimensions_continue_what_is_smooth() -> None:
     ramp_ZYX = np.add.outer(np.add.outer(np.arange(20.0), np.arange(24.0)), np.arange(28.0)) / 80
     mask_ZYX = marked(SHAPE, np.s_[6:14, 8:16, 9:20])
     hidden_ZYX = np.where(mask_ZYX, np.nan, ramp_ZYX)
-    assert np.abs(laplace(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
-    assert np.abs(total_variation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 0.1
-    assert np.abs(smooth_continuation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
+    assert np.abs(baseline.laplace(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
+    assert np.abs(baseline.total_variation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 0.1
+    assert np.abs(baseline.smooth_continuation(hidden_ZYX, mask_ZYX) - ramp_ZYX).max() < 1e-3
     known_ZYX = np.where(mask_ZYX, np.nan, np.square(ramp_ZYX))
     step_ZYX = np.broadcast_to(np.arange(24)[:, None] > 11, SHAPE).astype(float)
-    edge_ZYX = total_variation(np.where(mask_ZYX, np.nan, step_ZYX), mask_ZYX)
-    error, blurred = (np.abs(one - step_ZYX).max() for one in (edge_ZYX, laplace(step_ZYX, mask_ZYX)))
+    edge_ZYX = baseline.total_variation(np.where(mask_ZYX, np.nan, step_ZYX), mask_ZYX)
+    error, blurred = (np.abs(one - step_ZYX).max() for one in (edge_ZYX, baseline.laplace(step_ZYX, mask_ZYX)))
     assert error < 0.1 < blurred  # the shortest edge is the straight one
-    assert np.isnan(smooth_continuation(known_ZYX, marked(SHAPE, np.s_[4]), axes=(1, 2))[4]).all()
+    assert np.isnan(baseline.smooth_continuation(known_ZYX, marked(SHAPE, np.s_[4]), axes=(1, 2))[4]).all()
 
 
 @pytest.mark.parametrize("side", [1, 2])
@@ -334,8 +294,8 @@ def test_an_autoregression_goes_on_as_known_voxels_do(side: int) -> None:
         mask_ZYX = marked(SHAPE, box)
         found = autoregression(np.where(mask_ZYX, np.nan, volume), mask_ZYX, side)
         np.testing.assert_array_equal(found[~mask_ZYX], volume[~mask_ZYX])
-        error, of_smooth = (np.abs(one - volume).max() for one in (found, smooth_continuation(volume, mask_ZYX)))
-        assert error <= (of_smooth if least is None else least)
+        error, other = (np.abs(one - volume).max() for one in (found, baseline.smooth_continuation(volume, mask_ZYX)))
+        assert error <= (other if least is None else least)
     mask_ZYX = marked(SHAPE, np.s_[12:, 14:, 16:])
     deep = autoregression(noise_ZYX, mask_ZYX, side)[-4:, -4:, -4:]
     assert np.abs(deep - noise_ZYX[~mask_ZYX].mean()).max() < 0.02
@@ -352,11 +312,19 @@ def test_an_autoregression_makes_nothing_of_voxels_too_dense_to_learn_from() -> 
             assert np.isnan(one[mask_ZYX]).all() != finite and np.array_equal(one[~mask_ZYX], volume[~mask_ZYX])
 
 
+def reader(image_ZYX: np.ndarray, mask_ZYX: np.ndarray, windows: list[Window]) -> Callable[[Window], Any]:
+    """Return a function that reads windows of an image and its mask, and notes them."""
+
+    def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
+        windows.append(window)
+        return image_ZYX[window], mask_ZYX[window]
+
+    return read
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("small", [True, False])
-def test_a_method_makes_the_same_in_cells_as_of_the_whole(
-    name: str, small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_makes_the_same_in_cells_as_whole(name: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what lies far away; also in the middle of more than a window that is masked."""
     for constant, value in (("CELL", 10), ("SMALL", 2**21 * small)):
         monkeypatch.setattr(f"cocodiff_eval.restore.baseline.{constant}", value)
@@ -364,42 +332,33 @@ def test_a_method_makes_the_same_in_cells_as_of_the_whole(
     mask_ZYX = marked(SHAPE, np.s_[6:14, 8:16, 9:20], np.s_[2], np.s_[15:, 20:, 24:])
     hidden_ZYX, points_P3 = np.where(mask_ZYX, np.nan, volume), np.argwhere(mask_ZYX)[::7]
     whole = METHODS[name].solve(hidden_ZYX, mask_ZYX)[tuple(points_P3.T)]
-    windows = []
-
-    def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
-        windows.append(mask_ZYX[window].size)
-        return hidden_ZYX[window], mask_ZYX[window]
-
+    windows = list[Window]()
+    read = reader(hidden_ZYX, mask_ZYX, windows)
     found = in_cells(METHODS[name], read, SHAPE, points_P3)
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(whole))
     np.testing.assert_allclose(found, whole, atol=0.01)
-    assert "3-D" not in name or max(windows) == volume.size
+    assert "3-D" not in name or max(mask_ZYX[one].size for one in windows) == volume.size
     near = METHODS[name]._replace(reach=(2, 2, 2))
     if METHODS[name].fills:  # two voxels around this one everything is masked
-        assert np.isfinite(in_cells(near, read, SHAPE, np.array([[10, 12, 14]]))).all() and max(windows[-2:]) > 5**3
+        assert np.isfinite(in_cells(near, read, SHAPE, np.array([[10, 12, 14]]))).all()
+        assert max(mask_ZYX[one].size for one in windows[-2:]) > 5**3
 
 
-@pytest.mark.parametrize(
-    "box", [np.s_[6:9, 8:13, 9:12], np.s_[17:, 21:, :3], np.s_[4:6]], ids=["inside", "corner", "slab"]
-)
+@pytest.mark.parametrize("box", [np.s_[6:9, 8:13, 9:12], np.s_[17:, 21:, :3], np.s_[4:6]])
 def test_the_biharmonic_continuation_of_a_volume_is_that_of_scikit_image(box: tuple[slice, ...]) -> None:
     volume, mask_ZYX = np.random.default_rng(0).random(SHAPE).cumsum(0).cumsum(1), marked(SHAPE, box)
-    found = smooth_continuation(np.where(mask_ZYX, np.nan, volume), mask_ZYX)
+    found = baseline.smooth_continuation(np.where(mask_ZYX, np.nan, volume), mask_ZYX)
     wanted = inpaint_biharmonic(np.where(mask_ZYX, 0, volume), mask_ZYX)
     np.testing.assert_array_equal(found[~mask_ZYX], volume[~mask_ZYX])
     assert np.abs(found - wanted).max() < 0.02 * np.abs(volume - wanted).max()
 
 
 def test_cells_are_solved_with_32_voxels_on_all_sides() -> None:
-    windows: list[tuple[slice, ...]] = []
-
-    def read(window: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray]:
-        windows.append(window)
-        return (part := np.mgrid[window][0]), part < 0
-
+    windows, numbers_ZYX = list[Window](), np.broadcast_to(np.arange(150)[:, None, None], (150, 150, 150))
     points_P3 = np.array([[70, 40, 90], [80, 45, 99], [130, 45, 99]])
-    method = Method(lambda image01, mask: image01, METHODS[SMOOTH].reach)
-    assert in_cells(method, read, (150, 150, 150), points_P3).tolist() == [70, 80, 130]
+    method = baseline.Method(lambda image01, mask: image01, METHODS[baseline.SMOOTH].reach)
+    read = reader(numbers_ZYX, numbers_ZYX < 0, windows)
+    assert in_cells(method, read, numbers_ZYX.shape, points_P3).tolist() == [70, 80, 130]
     assert windows == [np.s_[38:113, 8:78, 58:132], np.s_[98:150, 13:78, 67:132]]
 
 
@@ -442,15 +401,17 @@ def test_hidden_regions_are_the_masks_where_voxels_are_known(mask_ZYX: np.ndarra
         assert all(len(many.tested[axis]) > 2 * len(few.tested[axis]) for axis in "yx")
 
 
+def hidden_of(found: Hidden, mask_ZYX: np.ndarray, axis: str = "z") -> np.ndarray:
+    """Return the voxels that are hidden in regions, by their masks of slices along an axis."""
+    place, read = AXES.index(axis), partial(SLICES[axis], mask_ZYX)
+    return np.stack([found.mask(axis, n, read) for n in range(mask_ZYX.shape[place])], axis=place)
+
+
 def check_regions(found: Hidden, mask_ZYX: np.ndarray) -> None:
     assert 1 <= len(found.pieces) <= (24 if found.tested else 400)
-    of_axes = {
-        axis: [found.mask(axis, n, lambda at, axis=axis: SLICES[axis](mask_ZYX, at)) for n in range(BIG[place])]
-        for place, axis in enumerate(AXES)
-    }
-    hidden_ZYX = np.stack(of_axes["z"])
+    hidden_ZYX = hidden_of(found, mask_ZYX)
     for place, axis in enumerate(AXES):
-        np.testing.assert_array_equal(np.stack(of_axes[axis], axis=place), hidden_ZYX)
+        np.testing.assert_array_equal(hidden_of(found, mask_ZYX, axis), hidden_ZYX)
         assert {*found.tested.get(axis, ())} <= {*range(BIG[place])}
     assert not (hidden_ZYX & mask_ZYX).any() and 0 < hidden_ZYX.sum() <= 0.3 * (~mask_ZYX).sum()
     if not found.tested:  # as many as the mask has, as far as the known voxels allow it
@@ -461,10 +422,7 @@ def check_regions(found: Hidden, mask_ZYX: np.ndarray) -> None:
         start, sides = np.array(found.pieces[number].target), np.array(found.pieces[number].shape)
         assert (start <= piece).all() and (piece < start + sides).all()
     for piece in found.pieces:  # each has the form of a part of the mask
-        box, own = (
-            tuple(slice(at, at + side) for at, side in zip(start, piece.shape, strict=True))
-            for start in (piece.target, piece.source)
-        )
+        box, own = (tuple(map(slice, start, np.add(start, piece.shape))) for start in (piece.target, piece.source))
         assert (hidden_ZYX[box] | mask_ZYX[box])[mask_ZYX[own]].all()
         if found.tested:  # boxes lie apart, else regions may lie in the corners of each other's
             np.testing.assert_array_equal(hidden_ZYX[box] | mask_ZYX[box], mask_ZYX[own] | mask_ZYX[box])
@@ -481,7 +439,7 @@ def test_autoregressions_are_tried_where_few_cells_have_large_holes() -> None:
     assert volume_of_mask(mask_ZYX).methods == [*METHODS]
     near_ZYX = [np.arange(320) % 64 < 11] * 3
     mask_ZYX[np.ix_(*near_ZYX)] = True
-    assert volume_of_mask(mask_ZYX).methods == [name for name in METHODS if name not in AUTOREGRESSIONS]
+    assert volume_of_mask(mask_ZYX).methods == [name for name in METHODS if name not in baseline.AUTOREGRESSIONS]
 
 
 def test_holes_that_are_far_apart_are_restored_as_together() -> None:
@@ -495,12 +453,12 @@ def test_holes_that_are_far_apart_are_restored_as_together() -> None:
         assert np.abs(found - waves_ZYX).max() < 0.01
 
 
-@pytest.mark.parametrize("count", [1, 300])
-def test_small_parts_are_hidden_in_many_places_and_what_touches_the_border_there(count: int) -> None:
-    places_N3 = np.random.default_rng(0).integers(0, np.array(BIG) - 2, (count, 3))
-    mask_ZYX = marked(BIG, *(np.s_[z : z + 2, y : y + 2, x : x + 2] for z, y, x in places_N3.tolist()))
-    rounds = hide(survey_of(mask_ZYX), 8, seed=0)
-    assert all(len(found.pieces) > 100 for found in rounds if not found.tested) and len(rounds) == 4
+def test_small_parts_are_hidden_in_many_places_and_what_touches_the_border_there() -> None:
+    for count in (1, 300):
+        places_N3 = np.random.default_rng(0).integers(0, np.array(BIG) - 2, (count, 3))
+        mask_ZYX = marked(BIG, *(np.s_[z : z + 2, y : y + 2, x : x + 2] for z, y, x in places_N3.tolist()))
+        rounds = hide(survey_of(mask_ZYX), 8, seed=0)
+        assert all(len(found.pieces) > 100 for found in rounds if not found.tested) and len(rounds) == 4
     corners = [one for found in hide(survey_of(marked(BIG, np.s_[:9, 30:, :12])), 8, seed=0) for one in found.pieces]
     assert corners
     for piece in corners:
@@ -510,14 +468,12 @@ def test_small_parts_are_hidden_in_many_places_and_what_touches_the_border_there
 
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("mask_ZYX", MASKS.values(), ids=MASKS)
-def test_of_a_large_volume_some_hidden_voxels_are_judged(
-    mask_ZYX: np.ndarray, small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_volumes_are_sampled(mask_ZYX: np.ndarray, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SMALL": BIG[0] ** 3 * 9 * small, "JUDGED": 999, "BLOCK": 9}.items():
         monkeypatch.setattr(f"cocodiff_eval.harness.volume.{name}", value)
     volume = volume_of_mask(mask_ZYX)
     for found in hide(survey_of(mask_ZYX), 8, seed=3):
-        hidden_ZYX = np.stack([found.mask("z", n, mask_ZYX.__getitem__) for n in range(BIG[0])])
+        hidden_ZYX = hidden_of(found, mask_ZYX)
         points_P3 = volume.judged(found)
         assert hidden_ZYX[tuple(points_P3.T)].all() and len(np.unique(points_P3, axis=0)) == len(points_P3)
         assert len(points_P3) == 999 or (not small and len(points_P3) > 20)
@@ -566,10 +522,6 @@ def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(y: int, x: int, 
     assert ("these regions are smaller" in told) == cut
 
 
-def test_nothing_is_hidden_where_everything_touches_the_mask() -> None:
-    assert hide(survey_of(marked(BIG, np.s_[::2]), np.zeros(BIG)), 8, seed=0) == ()
-
-
 def test_gaps_that_cross_are_hidden_one_by_one() -> None:
     survey = survey_of(marked(BIG, np.s_[:, 20:23], np.s_[:, :, 30:32]))
     rounds = [one for seed in range(4) for one in hide(survey, 8, seed)]
@@ -592,12 +544,8 @@ def try_members(seed: int) -> tuple[Volume, list[HiddenRound]]:
     size, common = random.choice([0.02, 0.1, 0.2]), random.choice([0.3, 0.9])
     for hidden in found.regions(volume.__getitem__, 6, seed):
         one = HiddenRound(hidden, found.judged(hidden), found, SimpleNamespace(scale=scale, stack=stack), 6)
-        unknown_ZYX = mask_ZYX | np.stack([hidden.mask("z", n, mask_ZYX.__getitem__) for n in range(SHAPE[0])])
-        pair, count = (np.where(unknown_ZYX, 0, volume), unknown_ZYX), len(one.points_P3)
-
-        def read(window: Window, pair: tuple[np.ndarray, np.ndarray] = pair) -> tuple[np.ndarray, np.ndarray]:
-            return pair[0][window], pair[1][window]
-
+        unknown_ZYX = mask_ZYX | hidden_of(hidden, mask_ZYX)
+        read, count = reader(np.where(unknown_ZYX, 0, volume), unknown_ZYX, []), len(one.points_P3)
         one.add("", (), 0, {name: in_cells(of, read, SHAPE, one.points_P3) for name, of in METHODS.items()})
         shared_P = random.normal(size=count) * size * common
         for axis, indices in hidden.tested.items():

@@ -11,6 +11,7 @@ import pytest
 from cocodiff_eval.data.formats import open_volume
 from cocodiff_eval.data.mrc import IMOD_STAMP as STAMP
 from cocodiff_eval.data.volume import Part, Region
+from eval_helpers import CASES
 from file_kinds import assert_bits, restored, voxels, write_hdf5, write_mrc
 
 
@@ -26,17 +27,7 @@ def as_imod(path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("order", "<>")
-@pytest.mark.parametrize(
-    ("imod", "limits", "dtype"),
-    [
-        ((STAMP, 0), (0, 255), "u1"),
-        ((STAMP, 12), (0, -1), "u1"),
-        ((STAMP, 13), (0, 255), "i1"),
-        ((7, 0), (0, -1), "i1"),
-        ((7, 1), (0, 200), "u1"),
-        ((0, 0), (-128, 127), "i1"),
-    ],
-)
+@pytest.mark.parametrize(("imod", "limits", "dtype"), CASES["bytes of mrc"])
 def test_bytes_have_the_sign_that_their_header_tells(
     tmp_path: Path, imod: tuple[int, int], limits: tuple[int, int], dtype: str, order: str
 ) -> None:
@@ -55,13 +46,8 @@ def test_bytes_have_the_sign_that_their_header_tells(
 
 
 @pytest.mark.parametrize("order", "<>")
-@pytest.mark.parametrize(
-    ("imod", "version", "sign"),
-    [((0, 0), 20140, 1), ((0, 0), 0, 1), ((STAMP, 5), 0, 1), ((STAMP, 1), 20140, 1), ((STAMP, 1), 0, -1)],
-)
-def test_a_result_lies_where_its_part_of_the_input_does(
-    tmp_path: Path, imod: tuple[int, int], version: int, sign: int, order: str
-) -> None:
+@pytest.mark.parametrize(("imod", "version", "sign"), CASES["origins of mrc"])
+def test_a_part_lies_where_it_did(tmp_path: Path, imod: tuple[int, int], version: int, sign: int, order: str) -> None:
     volume = voxels(dtype="int16")
     about: dict[str, Any] = {"origin": (100, -50, 7), "nxstart": 5, "nystart": 6, "nzstart": 7, "nversion": version}
     given = open_volume(write_mrc(tmp_path, volume, order, imod, ispg=0, **about))

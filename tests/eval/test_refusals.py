@@ -9,7 +9,7 @@ import struct
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from cocodiff_eval.data.formats import open_volume, write_volume
 from cocodiff_eval.data.mrc import IMOD_STAMP
 from cocodiff_eval.data.slices import open_stack, open_stacks, open_truth
 from cocodiff_eval.data.volume import Stack
-from file_kinds import restored, voxels, write_mrc, write_npy, write_png, write_sequence, write_tiff, write_zarr
+from eval_helpers import CASES
+from file_kinds import KINDS, restored, voxels, write_mrc, write_npy, write_pages, write_png, write_tiff, write_zarr
 
 from cocodiff.config.errors import UserError
 
@@ -33,6 +34,9 @@ COLOUR = np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
 
 
 COLOURS = np.stack([COLOUR, COLOUR])
+RGBA = {"photometric": "rgb", "extrasamples": ["unassalpha"]}
+CLEAR = np.ones((17, 23, 4), "f4")
+CLEAR[3, 4, 3] = 0.5
 FIVE_CHANNELS = np.stack([ANOTHER] * 3 + [ANOTHER + 1] * 2, -1)
 
 
@@ -41,16 +45,7 @@ def text(path: Path, content: bytes) -> str:
     return str(path)
 
 
-def pages(folder: Path, *images: np.ndarray, white: Sequence[int] = (), **options: Any) -> str:
-    """Write images of a page each. white: the numbers of those whose 0 is white."""
-    with tifffile.TiffWriter(folder / "a.tif") as file:
-        for number, image_YX in enumerate(images):
-            kind = "miniswhite" if number in white else "minisblack"
-            file.write(image_YX, **{"photometric": kind, "metadata": None} | options)
-    return str(folder / "a.tif")
-
-
-def hdf5(folder: Path, dataset: str | None) -> str:
+def hdf5(folder: Path) -> str:
     path = folder / "a.h5"
     with h5py.File(path, "w") as file:
         file["entry/data"] = np.zeros((3, 20, 20), np.float32)
@@ -62,7 +57,7 @@ def hdf5(folder: Path, dataset: str | None) -> str:
         file.create_dataset("entry/none", (0, 20, 20), "f4")
         file.create_dataset("entry/lists", (20, 20), h5py.vlen_dtype("f4"))
         file.create_dataset("entry/records", (20, 20), [("x", "f4"), ("y", "i4")])
-    return str(path) if dataset is None else f"{path}:{dataset}"
+    return str(path)
 
 
 def png(path: Path, side: int, depth: int, colour: int, rows: bytes) -> str:
@@ -84,12 +79,6 @@ def overwritten(path: str, code: int, value: Any) -> str:
     with tifffile.TiffFile(path, mode="r+b") as file:
         file.pages.first.tags[code].overwrite(value)
     return path
-
-
-def transparent(folder: Path) -> str:
-    image = np.ones((17, 23, 4), "f4")
-    image[3, 4, 3] = 0.5
-    return pages(folder, image, photometric="rgb", extrasamples=["unassalpha"])
 
 
 def pipe(path: Path) -> str:
@@ -115,7 +104,7 @@ def planes_of_ome(folder: Path, planes: str) -> str:
     UUID="urn:uuid:a"><Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint16" SizeX="20"
     SizeY="20" SizeZ="2" SizeC="1" SizeT="1"><Channel ID="Channel:0:0" SamplesPerPixel="1"/><TiffData IFD="0"
     FirstZ="0" PlaneCount="1"/>{planes}</Pixels></Image></OME>"""
-    return pages(folder, ANOTHER, description=xml.encode())
+    return write_pages(folder, [ANOTHER], description=xml.encode(), metadata=None)
 
 
 def claiming(path: Path, side: int, compression: int) -> str:
@@ -130,33 +119,27 @@ ALONE = {"compression": "zlib", "metadata": None}
 LARGE, CUT_SHORT = voxels((4, 64, 64)), r"scan\.tif: .*(cannot be read|damaged TIFF|not a readable TIFF)"
 TILES = {"tile": (16, 16), "compression": "zlib"}
 SUFFIXES = (".tif", ".png", ".h5", ".npy", ".mrc")
-ZIP = b"PK\5\6" + bytes(18)
 MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "missing": (lambda d: str(d / "no.tif"), r"no\.tif: no such file; check the path"),
     "directory": (lambda d: str(d), r"is a directory; name the files in it, e\.g\. .*\*\.png"),
-    "extension": (lambda d: text(d / "a.jpg", b"x"), r"the extension '\.jpg' is not supported; convert to PNG"),
-    "no extension": (lambda d: text(d / "a", b"x"), r"the extension '\(none\)' is not supported"),
-    "no path": (lambda d: "", "'' is no path"),
     # PNG
-    "corrupt png": (lambda d: text(d / "a.png", b"\x89PNG\r\n\x1a\nxxxx"), "not a readable PNG .*; save it again"),
     "short png": (lambda d: cut(write_png(d, voxels((64, 64), "uint8")), 2000), "not a readable PNG"),
     "colour png": (lambda d: write_png(d, COLOUR), "a colour image whose channels differ; save it as grey"),
     "transparent png": (lambda d: write_png(d, np.full((20, 20, 4), 9, "u1")), "transparent pixels"),
     "16-bit colour png": (lambda d: png(d / "a.png", 20, 16, 2, bytes(2420)), "a 16-bit colour PNG; save it as 16-bit"),
     "1-bit png": (lambda d: write_png(d, COLOUR[..., 0] > 90), "boolean values.*--mask"),
     # TIFF
-    "corrupt tiff": (lambda d: text(d / "a.tif", b"II*\x00\xff\xff\xff\xff"), r"damaged TIFF.*invalid offset"),
-    "colour tiff": (lambda d: pages(d, COLOUR, photometric="rgb"), "a colour image whose channels differ"),
-    "colour stack": (lambda d: pages(d, COLOURS, photometric="rgb"), "a stack of colour images"),
-    "more channels": (lambda d: pages(d, FIVE_CHANNELS, photometric="rgb"), "a colour image whose channels differ"),
-    "transparent tiff": (lambda d: transparent(d), "has transparent pixels"),
-    "complex": (lambda d: pages(d, np.zeros((20, 20), "c8")), r"complex values \(complex64\)"),
+    "colour tiff": (lambda d: write_pages(d, [COLOUR], photometric="rgb"), "a colour image whose channels differ"),
+    "colour stack": (lambda d: write_pages(d, [COLOURS], photometric="rgb"), "a stack of colour images"),
+    "more channels": (lambda d: write_pages(d, [FIVE_CHANNELS], photometric="rgb"), "channels differ"),
+    "transparent tiff": (lambda d: write_pages(d, [CLEAR], **RGBA), "transparent"),
+    "complex": (lambda d: write_pages(d, [np.zeros((20, 20), "c8")]), r"complex values \(complex64\)"),
     "4-D tiff": (lambda d: write_tiff(d, np.zeros((2, 2, 20, 20), "u1"), axes="qqyx"), "4 dimensions 2 x 2 x 20 x 20"),
-    "small": (lambda d: pages(d, np.zeros((12, 300), "u1")), r"slices of 12 x 300 .*at least 16 x 16"),
-    "shapes": (lambda d: pages(d, ANOTHER, np.zeros((30, 20), "u2")), r"dtypes \(20 x 20, 30 x 20\)"),
-    "pages of two whites": (lambda d: pages(d, ANOTHER, ANOTHER, white=[1]), "MINISBLACK, MINISWHITE"),
+    "small": (lambda d: write_pages(d, [np.zeros((12, 300), "u1")]), r"slices of 12 x 300 .*at least 16 x 16"),
+    "shapes": (lambda d: write_pages(d, [ANOTHER, np.zeros((30, 20), "u2")]), r"dtypes \(20 x 20, 30 x 20\)"),
+    "pages of two whites": (lambda d: write_pages(d, [ANOTHER, ANOTHER], white=[1]), "MINISBLACK, MINISWHITE"),
     **{
-        f"samples {kind}": (lambda d, kind=kind: overwritten(pages(d, ANOTHER), 262, kind), "photometric interp")
+        f"samples {kind}": (lambda d, kind=kind: overwritten(write_pages(d, [ANOTHER]), 262, kind), "photometric")
         for kind in (3, 4, 5, 6, 8, 32803, 34892)
     },
     "no tiles": (lambda d: overwritten(write_tiff(d, voxels(), **TILES), 325, [0] * 6), "slice 0 .*6 of 6 strips"),
@@ -167,42 +150,24 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     },
     "no plane": (lambda d: planes_of_ome(d, ""), "1 planes, slice 1 the first"),
     "plane elsewhere": (lambda d: planes_of_ome(d, ELSEWHERE), r"slice 1 the first.*b\.ome\.tif"),
-    # HDF5
-    "hdf5 without path": (lambda d: hdf5(d, None), r"as .*a\.h5:/path; it holds /entry/data \(3 x 20 x 20 float32\), "),
-    "hdf5 path absent": (lambda d: hdf5(d, "/data"), r"/data is not there; it holds /entry/data"),
-    "hdf5 group": (lambda d: hdf5(d, "/entry"), "/entry is a group; it holds"),
-    "hdf5 1-D": (lambda d: hdf5(d, "/entry/angles"), "1 dimensions 20"),
-    "hdf5 4-D": (lambda d: hdf5(d, "/entry/four"), "4 dimensions 2 x 2 x 20 x 20"),
-    "hdf5 0-D": (lambda d: hdf5(d, "/entry/single"), "0 dimensions"),
-    "hdf5 text": (lambda d: hdf5(d, "/entry/names"), r"values of type \|S1"),
-    "hdf5 empty": (lambda d: hdf5(d, "/entry/empty"), "an empty dataspace"),
-    "hdf5 no slices": (lambda d: hdf5(d, "/entry/none"), "a stack of no slices"),
-    "hdf5 lists": (lambda d: hdf5(d, "/entry/lists"), "values of type object"),
-    "hdf5 records": (lambda d: hdf5(d, "/entry/records"), "values of type"),
     # MRC
     "mrc of two volumes": (lambda d: write_mrc(d, voxels(dtype="int16"), ispg=401, mz=3), "dimensions|volumes"),
     "turned mrc": (lambda d: write_mrc(d, voxels(dtype="int16"), mapc=3, maps=1), "order of sections, rows, columns"),
     "mrc of 4 bits": (lambda d: write_mrc(d, voxels(dtype="uint8"), "<", (IMOD_STAMP, 16)), "two values of 4 bits"),
-    # Paths of other tools
-    "address": (lambda d: "file:///data/scan.tif", "is an address; name a file of this machine by its path"),
-    "pattern at an address": (lambda d: "s3://bucket/*.tif", "is an address"),
-    "store at an address": (lambda d: "https://host/scan.zarr", "is an address"),
-    "home": (lambda d: "~/scan.tif", r"no shell has replaced the ~; name it as /.*/scan\.tif"),
-    "pattern at home": (lambda d: "~/*.tif", "no shell has replaced the ~"),
-    "zip": (lambda d: text(d / "a.zarr.zip", ZIP), r"is an archive; unpack it \(unzip .*a\.zarr\.zip -d FOLDER\)"),
-    "zip of a store's name": (lambda d: text(d / "zipped.zarr", ZIP), "is an archive"),
-    "npz": (lambda d: text(d / "arrays.npz", ZIP), "is an archive"),
-    "path in zip": (lambda d: text(d / "a.zip", ZIP) + ":/0", r"a\.zip is a file; only HDF5 has .*scan\.h5:/data"),
-    "folder in hdf5": (lambda d: text(d / "a.h5", b"") + "/vol", r"a\.h5 is a file; only HDF5 has"),
-    "path in tiff": (lambda d: text(d / "a.tif", b"") + ":/vol", r"a\.tif is a file"),
-    # What holds something else
+    # Paths of other tools, and what holds something else
+    **{name: (lambda d, path=path: path, told) for name, (path, told) in CASES["refused paths"].items()},
     **{
-        f"{content!r} as {end}": (
-            lambda d, end=end, content=content: text(d / f"a{end}", content),
-            "not a readable .*; ",
-        )
+        name: (lambda d, path=path, held=held, inner=inner: text(d / path, held.encode("latin1")) + inner, told)
+        for name, (path, inner, held, told) in CASES["refused files"].items()
+    },
+    **{
+        f"hdf5 {name}": (lambda d, inner=inner: hdf5(d) + inner, told)
+        for name, (inner, told) in CASES["refused datasets"].items()
+    },
+    **{
+        f"{held!r} as {end}": (lambda d, end=end, held=held: text(d / f"a{end}", held), "not a readable .*; ")
         for end in SUFFIXES
-        for content in (b"hello", b"")
+        for held in (b"hello", b"")
     },
     # What is never opened
     "loop": (lambda d: linked(d / "a.tif", d / "a.tif"), "symbolic links"),
@@ -259,7 +224,7 @@ NGFF: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("ngff.yaml"
 def test_malformed_metadata_are_refused_when_the_image_is_opened(tmp_path: Path, case: str, version: int) -> None:
     """The array itself can be read in any case."""
     axes, transforms, message = NGFF[case]
-    store = write_zarr(tmp_path, voxels(), version=version)
+    store = write_zarr(tmp_path, voxels(), version=version, chunks=(1, 1, 6, 20, 33))
     root = zarr.open_group(store, mode="a")
     about = root.attrs.asdict()
     (image,) = about.get("ome", about)["multiscales"]
@@ -275,11 +240,9 @@ def test_malformed_metadata_are_refused_when_the_image_is_opened(tmp_path: Path,
 
 
 def test_mistakes_of_sequences_and_stores(tmp_path: Path) -> None:
-    folder = Path(write_sequence(tmp_path, voxels()))
+    folder = Path(KINDS["sequence"].file(tmp_path, voxels()))
     tenth = folder / "recon_10.tiff"
     kept = tenth.read_bytes()
-    tenth.unlink()
-    check_refused(f"{folder}", r"recon_10\.tiff is missing after recon_9\.tiff")
     for image_YX, more, message in (
         (np.zeros((20, 33), "u1"), {}, r"recon_10\.tiff: holds 20 x 33 voxels of uint8"),
         (np.zeros((20, 34), "u2"), {}, r"recon_10\.tiff: holds 20 x 34 voxels"),
@@ -287,7 +250,7 @@ def test_mistakes_of_sequences_and_stores(tmp_path: Path) -> None:
         (voxels()[0], {"extratags": [(274, 3, 1, 4, True)]}, r"recon_10\.tiff: has orientation 4, .*recon_8\.tiff"),
         (voxels()[:2], {}, r"recon_10\.tiff: holds 2 slices"),
     ):
-        Path(pages(tmp_path, *image_YX.reshape(-1, *image_YX.shape[-2:]), **more)).rename(tenth)
+        Path(write_pages(tmp_path, image_YX.reshape(-1, *image_YX.shape[-2:]), metadata=None, **more)).rename(tenth)
         check_refused(str(folder), message)
     tenth.write_bytes(kept)
     (folder / "recon_010.tiff").write_bytes(kept)

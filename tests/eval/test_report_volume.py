@@ -20,7 +20,7 @@ from cocodiff_eval.data.volume import Metadata, Region, Stack
 from cocodiff_eval.quality.metrics import metrics_document, slice_jumps
 from cocodiff_eval.report.page import write_report
 from cocodiff_eval.report.volume import ShownVolume, embedded
-from eval_helpers import BASELINE, NOTHING, QUALITY, marked, row_of
+from eval_helpers import BASELINE, CASES, NOTHING, QUALITY, marked, row_of, slices_of
 
 SHAPE = (20, 32, 40)
 FIRST = (100, 0, 7)  # slice, row and column in the input
@@ -81,26 +81,15 @@ def test_nothing_under_the_mask_is_embedded_where_the_truth_is_unknown() -> None
     assert found["truth"] is False and not voxels(found["voxels"])[mask.ravel()].any()
 
 
-@pytest.mark.parametrize(
-    ("regions", "told", "shape"),
-    [
-        ([(slice(20, 30), slice(20, 40), slice(30, 40))], "every voxel of the part around the mask", (26, 36, 26)),
-        ([(slice(9, 10),) * 3, (slice(60, 61),) * 3], "every second voxel along each axis", (34, 34, 34)),
-        (
-            [(slice(at, at + side),) * 3 for at, side in ((0, 3), (50, 5), (90, 8))],
-            "around the masked region of median size",
-            (24, 24, 25),
-        ),
-    ],
-)
-def test_what_is_embedded_of_a_large_volume_is_bounded(regions: Any, told: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("regions", "told", "shape"), CASES["large volumes"])
+def test_what_is_embedded_of_a_large_volume_is_bounded(regions: Any, told: str, shape: list[int]) -> None:
     """Of noise, which does not compress; around a mask 8 voxels of each side."""
-    shown, truth, mask, _ = volume((98, 98, 98), regions)
+    shown, truth, mask, _ = volume((98, 98, 98), [*map(slices_of, regions)])
     room = 60_000
     found = embedded(shown, room)
     assert told in found["told"] and len(json.dumps(found)) < 1.4 * room
     assert len(voxels(found["voxels"])) > room / 8
-    assert found["shape"] == shape
+    assert [*found["shape"]] == shape
     assert found["size"] == pytest.approx([0.7 * found["step"]] * 3)
     start = [first - of for first, of in zip(found["first"], FIRST, strict=True)]
     part = tuple(slice(a, a + n * found["step"], found["step"]) for a, n in zip(start, found["shape"], strict=True))
@@ -132,15 +121,6 @@ def test_jumps_between_slices_are_those_of_voxels_under_the_mask_over_the_truths
     assert slice_jumps(lambda index: (flat == 0, flat, {"a": flat}), [True] * 3) == {"a": None}
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Path:
-    rows = [row_of(f"scan[{n}]", "holes", "tapa", QUALITY, 1.0, {}) for n in range(102, 111)]
-    document = metrics_document({}, 1, rows)
-    document["jumps"] = [{"name": "scan", "mask": "holes", "mode": "tapa", "slice_jump": 1.234}]
-    write_report(tmp_path / "report.html", document, [], {}, slices={"scan": range(100, 120)}, shown=[volume()[0]])
-    return tmp_path / "report.html"
-
-
 def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = metrics_document({}, 1, [row_of("scan[102]", "holes", "tapa", QUALITY, 1.0, {})])
     shown = [volume((98, 98, 98))[0]]
@@ -153,22 +133,6 @@ def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.Mo
     for room in (60_000, 1.1 * lengths(1)[0]):  # of the second one volume takes nearly all
         monkeypatch.setattr("cocodiff_eval.report.page.VOLUME_BYTES", int(room))
         assert len(lengths(2)) == 2 and sum(lengths(2)) < 1.4 * room
-
-
-EVENTS: list[list[Any]] = [
-    ["view", 0, "pointerdown", {"clientX": 30, "clientY": 25}],  # of 500 pixels from 10, of 400 from 20
-    ["view", 1, "pointermove", {"clientX": 400, "clientY": 200, "buttons": 1}],
-    ["view", 0, "keydown", {"key": "PageDown"}],
-    ["view", 2, "keydown", {"key": "ArrowDown"}],
-    *(["press", what] for what in ("zoom to the mask", "next region", "tapa: uncertainty", "masked")),
-    ["slide", "level", 51],
-    ["slide", "window", 102],
-    *(["key", key] for key in ("End", "1", " ", "4", "ArrowLeft", "ArrowDown", "5", "6", "7", "o", "PageUp", "2")),
-    ["press", "outline of the mask"],
-    ["press", "show more"],
-    ["curve", 1, 505],
-    ["curve", 0, 100],
-]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
@@ -199,7 +163,7 @@ def test_what_the_script_of_a_page_tells(
     page, scale = tmp_path / "report.html", IntensityRange(60.0, 1060.0)
     shown = replace(volume((98, 98, 98), regions)[0], scale=scale)
     write_report(page, metrics_document({}, 1, rows), pictures, {}, slices={"scan": range(100, 198)}, shown=[shown])
-    words = ["node", str(Path(__file__).with_name("page_in_node.mjs")), str(page), json.dumps(EVENTS)]
+    words = ["node", str(Path(__file__).with_name("page_in_node.mjs")), str(page), json.dumps(CASES["events"])]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     snapshot(done.stdout + done.stderr)
 
@@ -209,8 +173,10 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [1280, 500])
-def test_in_a_browser_a_click_in_one_view_moves_the_others(page: Path, tmp_path: Path, width: int) -> None:
+def test_in_a_browser_a_click_in_one_view_moves_the_others(tmp_path: Path, width: int) -> None:
     """And the page is no wider than the window."""
+    rows, page = [row_of(f"scan[{n}]", "holes", "tapa", QUALITY, 1.0, {}) for n in range(102, 111)], tmp_path / "a.html"
+    write_report(page, metrics_document({}, 1, rows), [], {}, slices={"scan": range(100, 120)}, shown=[volume()[0]])
     page.write_text(page.read_text() + Path(__file__).with_name("page_in_chromium.html").read_text())
     words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom", str(page)]
     words += [f"--window-size={width},900", "--virtual-time-budget=200000", f"--user-data-dir={tmp_path / 'profile'}"]
