@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from launching import assert_succeeded
+from tiny_models import sd3_inputs, sd3_transformer
+from warm import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "design.md").read_text()
@@ -128,20 +132,19 @@ def test_imports_have_no_circles():
     assert sorted(left) == []
 
 
-def test_an_exact_run_imports_the_library_alone():
+def main() -> None:
+    """Make an exact run in a process that has forgotten our modules, and print those that it imports."""
+    for name in [name for name in sys.modules if name.startswith("cocodiff")]:
+        del sys.modules[name]
+    cocodiff = import_module("cocodiff")
+    with torch.no_grad(), cocodiff.parallelize(sd3_transformer(4), preset="tapa", steps=1) as engine:
+        engine.model(**sd3_inputs(1, 8, 8, 5))
+    print(*(name for name in sys.modules if name.startswith("cocodiff")))
+
+
+def test_an_exact_run_imports_the_library_alone(tmp_path):
     """No planner, command, benchmark or evaluation, and few lines."""
-    script = (
-        "import sys, torch, cocodiff\n"
-        "from tiny_models import sd3_inputs, sd3_transformer\n"
-        "with torch.no_grad(), cocodiff.parallelize(sd3_transformer(4), preset='tapa', steps=1) as engine:\n"
-        "    engine.model(**sd3_inputs(1, 8, 8, 5))\n"
-        "print(*(name for name in sys.modules if name.startswith('cocodiff')))"
-    )
-    paths = os.pathsep.join([str(ROOT / "tests"), *(str(top) for top in TOPS.values())])
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
-    )
-    assert run.returncode == 0, run.stderr
+    assert_succeeded(run := forked(folder=tmp_path, module="test_architecture"))
     files = {module_name(path).removesuffix(".__init__"): path for path in SOURCES}
     imported = [name for name in run.stdout.split() if name in files]
     outer = ("planner", "jobs", "cli")
@@ -251,16 +254,9 @@ def test_no_peers_name_but_in_their_benchmark():
 
 
 def tracked_texts() -> dict[str, str]:
-    """Every text file that git keeps, or that the folder holds where there is no git."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode == 0:
-        names = listed.stdout.splitlines()
-    else:
-        tops, kinds = ("cocodiff", "eval", "sycl_kernels", "configs", "tests"), ["py", "yaml", "md", "j2", "cpp", "hpp"]
-        paths = (path for top in tops for path in (ROOT / top).rglob("*") if path.suffix[1:] in kinds)
-        names = [str(path.relative_to(ROOT)) for path in paths]
+    """Every text file that git keeps; none where there is no git."""
     texts = {}
-    for name in names:
+    for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines():
         data = (ROOT / name).read_bytes() if (ROOT / name).is_file() else b""
         if b"\0" not in data:
             texts[name] = data.decode(errors="replace")
