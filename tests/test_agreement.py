@@ -27,13 +27,14 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 SIZE = 3
 
 
-def refusals(call: Callable[[Any, bool], Any], pipe: Any, differing: int, **settings: Any) -> list[str]:
-    """Every rank's error where `call(pipe, whether it is to differ)` differs on one rank."""
+def refusals(call: Callable[[Any, bool], Any], pipe: Any, differing: int, preset: str = "tapa") -> list[str]:
+    """Every rank's error where `call(pipe, whether it is to differ)` differs on one rank, or its preset."""
 
     def work(transport: Any) -> str:
-        own = copy.deepcopy(pipe)
-        with torch.no_grad(), pytest.raises(UserError) as caught, parallelize(own, transport=transport, **settings):
-            call(own, transport.rank == differing)
+        own, differs = copy.deepcopy(pipe), transport.rank == differing
+        engine = parallelize(own, preset if differs else "tapa", transport=transport)
+        with torch.no_grad(), pytest.raises(UserError) as caught, engine:
+            call(own, differs)
         return str(caught.value)
 
     return run_ranks(SIZE, work, timeout_s=20.0)
@@ -149,15 +150,8 @@ def test_other_weights_of_a_model_that_is_sampled(monkeypatch):
 
 
 def test_other_settings_are_told_where_the_transport_is_given():
-    model, inputs = FAMILIES["sd3"][0](6), FAMILIES["sd3"][1](1, 4, 5, 3)
-
-    def work(transport: Any) -> str:
-        own, preset = copy.deepcopy(model), "flat" if transport.rank == 2 else "tapa"
-        with torch.no_grad(), pytest.raises(UserError) as caught, parallelize(own, preset, transport=transport):
-            own(**inputs)
-        return str(caught.value)
-
-    for said in run_ranks(SIZE, work, timeout_s=20.0):
+    make, inputs_of = FAMILIES["sd3"]
+    for said in refusals(lambda own, _: own(**inputs_of(1, 4, 5, 3)), make(6), differing=2, preset="flat"):
         assert said.startswith("1 of 3 ranks (2) call the transformer with another settings than the rest")
 
 

@@ -154,27 +154,11 @@ def test_an_exact_run_imports_the_library_alone(tmp_path):
     assert sum(len(code_lines(files[name])) for name in imported) <= 5600
 
 
-LIBRARY = ("attention", "comm", "engine", "exchange", "models", "topology")
-
-
-def in_library(path: Path) -> bool:
-    """Whether a file is the library's own: in one of its packages, or beside them."""
-    inner = path.is_relative_to(ROOT / "cocodiff") and path.relative_to(ROOT / "cocodiff").parts
-    return bool(inner) and (len(inner) == 1 or inner[0] in LIBRARY)
-
-
-def test_a_class_of_the_library_has_a_name_of_its_own():
-    """Two codecs keep the same of a layer, each in its own way."""
-    bodies = [syntax(path).body for path in SOURCES if in_library(path)]
-    classes = [node.name for body in bodies for node in body if isinstance(node, ast.ClassDef)]
-    assert {name for name in classes if classes.count(name) > 1} == set()
-
-
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=module_name)
-def test_packages_of_the_library_say_what_they_are_for_and_name_modules_that_are_there(path):
+def test_packages_say_what_they_are_for_and_name_modules_that_are_there(path):
     """Lower-case names in a package's docstring are modules of its own, or begin a path from the top."""
     told = ast.get_docstring(syntax(path)) or ""
-    assert told or not in_library(path)
+    assert told
     for module, inner in re.findall(r"`([a-z_]+)(?:\.py|\.(?!html)(\w+))?`", told):
         below = [path.with_name(f"{module}.py"), path.with_name(module) / "__init__.py"]
         there = next((one for one in below if one in SOURCES), None)
@@ -184,16 +168,10 @@ def test_packages_of_the_library_say_what_they_are_for_and_name_modules_that_are
 
 
 def test_no_name_of_a_tensor_is_compared_below_the_strategies():
-    below = [*(ROOT / "cocodiff" / "exchange").glob("*.py"), ROOT / "cocodiff" / "attention" / "displaced.py"]
-    compared = [
-        (path.name, one.value)
-        for path in below
-        for node in ast.walk(syntax(path))
-        if isinstance(node, ast.Compare)
-        for one in (node.left, *node.comparators)
-        if isinstance(one, ast.Constant) and one.value in ("q", "k", "v", "o")
-    ]
-    assert compared == []
+    for file, node in nodes(ast.Compare):
+        if file.startswith(("cocodiff/exchange/", "cocodiff/attention/displaced")):
+            values = [one.value for one in (node.left, *node.comparators) if isinstance(one, ast.Constant)]
+            assert not {*values} & {"q", "k", "v", "o"}, (file, node.lineno)
 
 
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:

@@ -29,7 +29,7 @@ from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
-VIDEO = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, False]}
+VIDEO = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, False]}
 RESIDUAL = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
 KL = image_vae_shape(4, (4, 8, 8)) | {"mid_block_add_attention": True}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

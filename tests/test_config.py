@@ -46,20 +46,6 @@ def test_parallelize_refuses_settings_before_it_starts():
             cocodiff.parallelize(object(), **settings)
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "values"),
-    [
-        (Config.preset, "tappa", "preset 'tappa' tapa? flat, lossless, split, tapa"),
-        (load_machine, "auorra", "machine 'auorra' aurora? .yaml"),
-        (load_machine, "absent.yaml", "absent.yaml exist aurora, cpu-cluster, local, local-6x2"),
-    ],
-)
-def test_unknown_names_come_with_those_that_there_are(make: Any, name: str, values: str) -> None:
-    with pytest.raises(UserError) as caught:
-        make(name)
-    assert [value for value in values.split() if value not in str(caught.value)] == []
-
-
 def test_a_machine_file_by_path(tmp_path: Path) -> None:
     path = tmp_path / "quad.yaml"
     path.write_text("name: quad\ntiles: 4\nplanes: [0, 1, 2, 3]\nlinks: {plane_gb_s: 7}\n")

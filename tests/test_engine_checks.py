@@ -181,11 +181,8 @@ def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
     """On entering, and at a call if it was put on later, however that was done; without it the image is as ever."""
     pipe, painted = painting(family)
     plain = painted(pipe)
-    message = (
-        r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .* disagree: .*transformer\.disable_cache.*"
-        r"step_cache first_block with step_cache_threshold 0\.3"
-    )
-
+    message = r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .* disagree: .*transformer\.disable_cache.*"
+    message += r"step_cache first_block with step_cache_threshold 0\.3"
     cached = copy.deepcopy(pipe)
     cached.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
     refused(message, cached, size=3)
