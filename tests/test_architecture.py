@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -183,10 +182,7 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
 @cache
 def code_lines(path: Path) -> set[int]:
     """The numbers of a file's lines of code. Docstrings, comments and blank lines are none: words may take room."""
-    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    with path.open() as file:
-        tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type not in no_code]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    lines = {number for number, line in enumerate(path.read_text().splitlines(), 1) if not re.match(r"\s*(#|$)", line)}
     for node in ast.walk(syntax(path)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             lines -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}

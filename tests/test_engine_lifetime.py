@@ -48,8 +48,7 @@ def test_results_of_all_ranks_are_there_after_the_block_on_any_rank_alone():
                 assert len(engine.drift_profile()) == 1
                 engine.forget_drift()
                 assert engine.drift_profile() == []
-            transport.gather_values(None)
-            transport.broadcast_value(None)
+            transport.world.barrier()
         assert inside == once
         return once
 
