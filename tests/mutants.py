@@ -60,9 +60,8 @@ def faults_of(root: Path, file: str) -> list[Fault]:
     for function, statement, (kind, first, last, new) in _places(ast.parse(source)):
         start = starts[first.lineno - 1] + first.col_offset
         end = starts[last.end_lineno - 1] + last.end_col_offset
-        found.append(
-            Fault(file, function, kind, start, end, new, (statement.lineno, last.end_lineno or statement.lineno))
-        )
+        lines = statement.lineno, last.end_lineno or statement.lineno
+        found.append(Fault(file, function, kind, start, end, new, lines))
     return found
 
 
@@ -193,12 +192,8 @@ def _faults_of_call(node: ast.Call) -> Iterator[Place]:
     for keyword in node.keywords:
         if keyword.arg in AXES and isinstance(keyword.value, ast.Constant | ast.UnaryOp):
             axis = ast.keyword(keyword.arg, ast.BinOp(keyword.value, ast.Sub(), ast.Constant(1)))
-            yield (
-                "axis",
-                node,
-                node,
-                _changed(node, keywords=[axis if one is keyword else one for one in node.keywords]),
-            )
+            others = [axis if one is keyword else one for one in node.keywords]
+            yield "axis", node, node, _changed(node, keywords=others)
         if keyword.arg is not None:
             rest = [one for one in node.keywords if one is not keyword]
             yield "lost option", node, node, _changed(node, keywords=rest)

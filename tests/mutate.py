@@ -38,14 +38,6 @@ RECORD = ROOT / ".pytest_cache" / "mutate"
 PRODUCT = ("cocodiff", "eval", "sycl_kernels")
 # Where the process that hears of all tests notes their seconds; read now, for tests may replace the environment.
 SECONDS = None if "PYTEST_XDIST_WORKER" in os.environ else Path(os.environ.get("COCODIFF_MUTATE", os.devnull))
-SETTINGS = """[run]
-source = {sources}
-data_file = {folder}/lines
-parallel = true
-context = ${{PYTEST_CURRENT_TEST-}}
-patch = fork, _exit
-disable_warnings = no-data-collected, module-not-measured, module-not-imported
-"""
 
 
 class Copy:
@@ -90,10 +82,8 @@ class Copy:
         """Run pytest and list the tests that failed, or the one that did not end in time."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary)}
-        for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):
-            environment.pop(name, None)
-        environment |= variables
+        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), **variables}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | own
         command = ["env", "--default-signal=HUP", str(self.root / ".venv/bin/python"), "-m", "pytest", "-vv", "-rfE"]
         command += ["-p", "no:cacheprovider", f"--basetemp={self._temporary}/b", *words]  # nohup has HUP ignored
         said, code = self._temporary / "said", None
@@ -108,11 +98,8 @@ class Copy:
             return [f"{(started or ['pytest'])[-1]} (did not end)"]
         if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise SystemExit(f"pytest says {lines[-1:]}: are the tests others than those of the record? try --record")
-        failed = [
-            line.split(" ", 1)[1].partition(" - ")[0]
-            for line in lines
-            if line.startswith(("FAILED tests", "ERROR tests"))
-        ]
+        ends = [line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED tests", "ERROR tests"))]
+        failed = [end.partition(" - ")[0] for end in ends]
         return failed or [f"pytest itself: {lines[-1:]}"] * (code != pytest.ExitCode.OK)
 
 
@@ -156,23 +143,15 @@ def record(workers: int, *more: str) -> None:
     with tempfile.TemporaryDirectory(prefix="m-", ignore_cleanup_errors=True) as folder:
         tree, settings = Copy(Path(folder)), RECORD / "settings"
         sources = ", ".join(str(tree.root / name) for name in PRODUCT)
-        settings.write_text(SETTINGS.format(sources=sources, folder=RECORD))
-        variables = {
-            "COVERAGE_PROCESS_START": str(settings),
-            "COCODIFF_MUTATE": str(RECORD / "seconds"),
-            "PYTHONPATH": "tests",
-        }
+        settings.write_text(Path(__file__).with_suffix(".ini").read_text().format(sources=sources, folder=RECORD))
+        variables = {"COVERAGE_PROCESS_START": str(settings), "COCODIFF_MUTATE": str(RECORD / "seconds")}
+        variables |= {"PYTHONPATH": "tests"}
         words = ["-p", "mutate", "-n", str(workers), "--dist", "worksteal", "-m", "not alone", *more]
         failed = tree.failed(words, 7200, **variables)
         print(f"recorded; these failed, which may be for the coverage: {failed}" if failed else "recorded", flush=True)
-        every = coverage.CoverageData(str(RECORD / "lines"))
-        for part in RECORD.glob("lines.*"):
-            with contextlib.suppress(coverage.CoverageException):  # of a process that was killed
-                of_part = coverage.CoverageData(str(part))
-                of_part.read()
-                every.update(of_part)
-            part.unlink()
-        every.write()
+        every = coverage.Coverage(config_file=str(settings))
+        every.combine()  # those that can be read: processes are killed
+        every.save()
         (RECORD / "root").write_text(str(tree.root))
 
 
@@ -250,13 +229,10 @@ def tell(number: int, fault: Fault, outcome: Outcome) -> None:
 
 
 def read_settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="tells which faults the tests do not find: see this file's first lines"
-    )
+    parser = argparse.ArgumentParser(description="tells which faults the tests do not find: see the first lines")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", nargs="+", default=PRODUCT, help="files and folders that get the faults")
-    parser.add_argument("--kinds", help="of these kinds alone, with commas between")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=120.0, help="of the tests that are tried for a fault")
     parser.add_argument("--record", action="store_true", help="note anew which tests run which lines")
@@ -270,8 +246,6 @@ def main() -> None:
     listed = ["git", "ls-files", *settings.files]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     every = [fault for file in files if file.endswith(".py") for fault in faults_of(ROOT, file)]
-    if settings.kinds:
-        every = [fault for fault in every if fault.kind in settings.kinds.split(",")]
     nearest, copies = Nearest(), queue.Queue[Copy]()
 
     def run(fault: Fault) -> Outcome:

@@ -126,24 +126,20 @@ def check_exact(
 
     before: changes the model before the call of a number. seen: looks at a mode's engine. Returns what one process
     gives."""
-    own, plain, truth, other = copy.deepcopy(model), [], [], []
-    for number, call in enumerate(calls):
-        if before:
-            before(own, number)
-        plain += outputs_of(own, call)
-        if in_double:
-            truth += outputs_of(copy.deepcopy(own).double(), cast(call, torch.float64))
-        else:
-            with TorchFunctions(in_opposite_order):
-                other += outputs_of(own, call)
 
-    def run(own: Any) -> list[Tensor]:
+    def run(own: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
         found = []
         for number, call in enumerate(calls):
             if before:
                 before(own, number)
-            found += outputs_of(own, call)
+            found += outputs_of(own, cast(call, dtype) if dtype else call)
         return found
+
+    plain, other = run(copy.deepcopy(model)), list[Tensor]()
+    truth = run(copy.deepcopy(model).double(), torch.float64) if in_double else plain
+    if not in_double:
+        with TorchFunctions(in_opposite_order):
+            other = run(copy.deepcopy(model))
 
     def work(transport: Any) -> list[list[Tensor]]:
         own, found = copy.deepcopy(model), []
@@ -163,7 +159,7 @@ def check_exact(
 
     of_ranks = run_ranks(size, work)
     for number, mode in enumerate(modes):
-        check_near([of_rank[number] for of_rank in of_ranks], plain, truth or plain, other, mode)
+        check_near([of_rank[number] for of_rank in of_ranks], plain, truth, other, mode)
         assert size > 1 or all(map(torch.equal, of_ranks[0][number], plain)), f"{mode}: one rank has other bits"
     # FLUX.2's single blocks are the exception: v first is another matrix product there than all at once.
     alike = [[order] for order in ORDERS] if type(model).__name__.startswith("Flux2") else [[*ORDERS]]

@@ -59,11 +59,9 @@ def controlled_flux(name: str, part: str, kind: Any = None, **settings: Any) -> 
 def another(kind: Any, pipe: Any, **settings: Any) -> Any:
     """A random model with the settings of a pipeline's transformer, and some others. A ControlNet's residuals start at
     zero, which would say nothing of them."""
-    known = inspect.signature(kind.__init__).parameters
+    known, config = inspect.signature(kind.__init__).parameters, pipe.transformer.config
     torch.manual_seed(3)
-    model = kind(
-        **{name: pipe.transformer.config[name] for name in known if name in pipe.transformer.config} | settings
-    )
+    model = kind(**{name: config[name] for name in known if name in config} | settings)
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.2)
@@ -97,15 +95,11 @@ def prompted_flux() -> Made:
     pipe, adapted = flux_pipeline(6), with_ip_adapters(1)
     pipe.transformer = another(type(adapted), pipe, num_attention_heads=8)
     given = next(iter(adapted.attn_processors.values()))
-    processors = dict(pipe.transformer.attn_processors)
-    pipe.transformer.set_attn_processor(
-        {name: of if name.startswith("single") else given for name, of in processors.items()}
-    )
+    plain = dict(pipe.transformer.attn_processors)
+    pipe.transformer.set_attn_processor({name: plain[name] if name[:6] == "single" else given for name in plain})
     pipe.transformer.encoder_hid_proj = adapted.encoder_hid_proj
-    embeds = {
-        "ip_adapter_image_embeds": [noise(1, 1, 12)],
-        "negative_ip_adapter_image_embeds": [noise(1, 1, 12, seed=4)],
-    }
+    embeds = {"ip_adapter_image_embeds": [noise(1, 1, 12)]}
+    embeds |= {"negative_ip_adapter_image_embeds": [noise(1, 1, 12, seed=4)]}
     return pipe, guided(3.0, "true_cfg_scale") | embeds
 
 

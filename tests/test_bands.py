@@ -29,7 +29,7 @@ from cocodiff.engine.engine import parallelize
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
-VIDEO = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, False]}
+VIDEO = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, False]}
 RESIDUAL = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
 KL = image_vae_shape(4, (4, 8, 8)) | {"mid_block_add_attention": True}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,12 +94,13 @@ def shared(size: int, vae: Any, way: str, call: Callable[[Any], Any]) -> list[An
 def test_bands_of_all_ranks_are_one_process(kind, size, dtype):
     vae = random_vae(kind).to(dtype)
     latents = [random_latents(kind, *shape).to(dtype) for shape in SHAPES]
-    exact = copy.deepcopy(vae).to(torch.float64)
-    plain, truth = (
-        [x for z in latents for x in both_ways(one, z.to(of))] for one, of in ((vae, dtype), (exact, torch.float64))
-    )
+
+    def results(own: Any, dtype: torch.dtype = dtype) -> list[Tensor]:
+        return [x for z in latents for x in both_ways(own, z.to(dtype))]
+
+    plain, truth = results(vae), results(copy.deepcopy(vae).double(), torch.float64)
     vae.use_tiling = True
-    of_ranks = shared(size, vae, "sharded", lambda own: [x for z in latents for x in both_ways(own, z)])
+    of_ranks = shared(size, vae, "sharded", results)
     check_near(of_ranks, plain, truth)
     assert size > 1 or all(map(torch.equal, of_ranks[0], plain))
 

@@ -6,16 +6,19 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from diffusers.hooks import MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
 from on_ranks import Call, check_alike, on_ranks, outputs_of, state_of
 from planned_models import PLANNED
 from test_step_cache import moving
-from tiny_models import FAMILIES, sd3_inpaint_pipeline, sd3_transformer, with_lora
-from torch import Tensor, nn
+from tiny_models import FAMILIES, sd3_inpaint_pipeline, with_lora
+from torch import Tensor
 from torch._dynamo.utils import counters
 from warm import forked
 
@@ -27,27 +30,7 @@ from cocodiff.engine.engine import parallelize
 from cocodiff.engine.sequence import SequenceRanks
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
-CACHED = {"step_cache": "first_block", "step_cache_threshold": 0.2}
-# Families, numbers of ranks and settings: with each of them blocks break into graphs at other places or times.
-SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "flat": ("sd3", 2, {"preset": "tapa", "exchange": "flat"}),
-    "v_first": ("flux2", 2, {"preset": "v_first"}),
-    "ring": ("qwen", 4, {"preset": "v_first", "ring": 2}),
-    "chunks": ("flux", 4, {"preset": "split", "chunks": 2}),
-    "lossless": ("flux", 3, {"preset": "lossless"}),
-    "lossless, ring": ("sd3", 4, {"preset": "lossless", "ring": 2}),
-    "coded": ("flux2", 2, {"preset": "coded"}),
-    "coded, ring, chunks": ("qwen", 4, {"preset": "coded-", "ring": 2, "chunks": 2}),
-    "V-Major": ("sd3", 3, {"preset": "cocodiff+"}),
-    "V-Major, ring": ("flux", 4, {"preset": "cocodiff", "ring": 2}),
-    "ahead": ("flux2", 3, {"preset": "ahead"}),
-    "displaced": ("qwen", 2, {"preset": "split", "arrival": "displaced"}),
-    "guidance": ("qwen", 4, {"guidance_parallel": 2}),
-    "guidance, coded": ("flux", 4, {"preset": "coded", "guidance_parallel": 2}),
-    "cached": ("flux", 3, CACHED),
-    "cached, guidance, coded": ("qwen", 4, CACHED | {"preset": "coded", "guidance_parallel": 2}),
-    "cached, ahead": ("sd3", 2, CACHED | {"preset": "ahead"}),
-}
+SETTINGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 LAYERS = {"sd3": {"layers": 3, "dual": (0,)}, "flux": {"num_layers": 2}}
 
 
@@ -189,43 +172,32 @@ def test_models_by_a_plan(name, no_compiler):
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def refuses(words: str, model: nn.Module) -> None:
-    """On entering, before anything is put on the model."""
-    before = state_of(model)
+HOOKED, COMPILED = r"has the cache hook .*Hook, and compiled", r" is compiled by torch\.compile.*compile=True$"
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda model: model.enable_cache(MagCacheConfig(mag_ratios=torch.ones(4), num_inference_steps=4)), HOOKED),
+    (lambda model: model.enable_cache(PyramidAttentionBroadcastConfig(current_timestep_callback=lambda: 500)), HOOKED),
+    (lambda model: model.enable_cache(TaylorSeerCacheConfig()), HOOKED),
+    (
+        lambda model: setattr(first(model), "forward", first(model).forward),
+        r"^transformer_blocks.0 cannot be compiled: its forward was",
+    ),
+    (lambda model: first(model).compile(), rf"^transformer_blocks\.0{COMPILED}"),
+    (lambda model: first(model).attn.compile(), rf"^transformer_blocks\.0\.attn{COMPILED}"),
+]
 
-    def work(transport: Any) -> None:
-        with pytest.raises(UserError, match=words), parallelize(model, transport=transport, compile=True):
-            raise AssertionError("entered")
 
-    run_ranks(1, work)
-    assert state_of(model) == before
+def first(model: Any) -> Any:
+    return model.transformer_blocks[0]
 
 
-@pytest.mark.parametrize(
-    ("cache", "given"),
-    [
-        (MagCacheConfig, {"mag_ratios": torch.ones(4), "num_inference_steps": 4}),
-        (PyramidAttentionBroadcastConfig, {"current_timestep_callback": lambda: 500}),
-        (TaylorSeerCacheConfig, {}),
-    ],
-)
-def test_caches_of_steps_are_refused(cache, given):
+@pytest.mark.parametrize(("change", "words"), REFUSED)
+def test_what_cannot_be_compiled_is_refused_on_entering_before_anything_is_put_on_the_model(change, words, alone):
     model = FAMILIES["flux"][0](6)
-    model.enable_cache(cache(**given))
-    refuses(r"has the cache hook .*Hook, and compiled", model)
-
-
-def test_a_replaced_forward_is_refused():
-    model = sd3_transformer(6)
-    model.transformer_blocks[1].forward = model.transformer_blocks[1].forward
-    refuses(r"^transformer_blocks.1 cannot be compiled: its forward was replaced", model)
-
-
-@pytest.mark.parametrize("part", ["", ".attn"])
-def test_a_block_that_the_user_has_compiled_is_refused(part):
-    model = sd3_transformer(6)
-    model.get_submodule(f"transformer_blocks.0{part}").compile()
-    refuses(rf"^transformer_blocks\.0{part} is compiled by torch\.compile.*compile=True$", model)
+    change(model)
+    before = state_of(model)
+    with pytest.raises(UserError, match=words), parallelize(model, transport=alone, compile=True):
+        raise AssertionError("entered")
+    assert state_of(model) == before
 
 
 # A rank that compiles for long ----------------------------------------------------------------------------------------

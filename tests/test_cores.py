@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,9 +21,7 @@ ME, LAUNCHER = 0, os.getppid()
 class Kernel:
     """Which cores Linux gives processes: those that they ask for, as far as they have been granted."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, own: Iterable[int], granted: int, launcher: Iterable[int]
-    ) -> None:
+    def __init__(self, monkeypatch: Any, own: Iterable[int], granted: int, launcher: Iterable[int]) -> None:
         """own, launcher: the cores that this process and its launcher are on. granted: those of this process's
         container, or the machine, from 0 on."""
         self.masks = {ME: {*own}, LAUNCHER: {*launcher}}
@@ -39,30 +39,25 @@ NODE, CONTAINER, SOCKET = range(208), range(16), range(104)
 
 
 @pytest.mark.parametrize(
-    ("own", "granted", "launcher", "ranks", "share"),
+    ("own", "granted", "launcher", "ranks", "launched", "share"),
     [
-        pytest.param(range(4, 8), 208, NODE, 12, 4, id="bound to four"),
-        pytest.param(NODE, 208, NODE, 12, 17, id="not bound"),
-        pytest.param(SOCKET, 208, NODE, 12, 17, id="six of them bound to a socket"),
-        pytest.param(range(4, 8), 208, NODE, 1, 4, id="one rank"),
-        pytest.param(CONTAINER, 16, CONTAINER, 4, 4, id="all of them in a container"),
-        pytest.param(CONTAINER, 16, NODE, 4, 4, id="in a container without their launcher"),
-        pytest.param(range(4, 8), 16, NODE, 4, 4, id="bound within a container"),
-        pytest.param(range(8), 208, range(8), 4, 2, id="with a launcher that is bound itself"),
-        pytest.param(range(2), 208, range(8), 8, 1, id="more ranks than cores"),
+        pytest.param(range(4, 8), 208, NODE, 12, True, 4, id="bound to four"),
+        pytest.param(NODE, 208, NODE, 12, True, 17, id="not bound"),
+        pytest.param(SOCKET, 208, NODE, 12, True, 17, id="six of them bound to a socket"),
+        pytest.param(range(4, 8), 208, NODE, 1, True, 4, id="one rank"),
+        pytest.param(CONTAINER, 16, CONTAINER, 4, True, 4, id="all of them in a container"),
+        pytest.param(CONTAINER, 16, NODE, 4, True, 4, id="in a container without their launcher"),
+        pytest.param(range(4, 8), 16, NODE, 4, True, 4, id="bound within a container"),
+        pytest.param(range(8), 208, range(8), 4, True, 2, id="with a launcher that is bound itself"),
+        pytest.param(range(2), 208, range(8), 8, True, 1, id="more ranks than cores"),
+        pytest.param(range(4, 8), 208, NODE, 4, False, 1, id="forked by a process that is bound"),
     ],
 )
-def test_cores_of_a_rank_alone_are_not_divided_and_shared_ones_are(monkeypatch, own, granted, launcher, ranks, share):
+def test_only_cores_that_ranks_share_are_divided(monkeypatch, own, granted, launcher, ranks, launched, share):
     kernel = Kernel(monkeypatch, own, granted, launcher)
-    limit_threads(ranks, launched=True)
+    limit_threads(ranks, launched)
     assert threads() == dict.fromkeys(THREADS, str(share))
     assert kernel.masks == {ME: {*own}, LAUNCHER: {*launcher}}
-
-
-def test_ranks_that_are_forked_here_divide_what_this_process_has(monkeypatch):
-    Kernel(monkeypatch, range(4, 8), 208, NODE)
-    limit_threads(4)
-    assert threads() == dict.fromkeys(THREADS, "1")
 
 
 @pytest.mark.parametrize(
@@ -75,13 +70,9 @@ def test_commands_know_who_has_started_their_ranks(monkeypatch, launch, share):
     assert threads() == dict.fromkeys(THREADS, str(share))
 
 
-def forbid(*_: object) -> None:
-    raise PermissionError(1, "Operation not permitted")
-
-
 def test_where_the_machine_does_not_answer_cores_are_divided(monkeypatch):
     Kernel(monkeypatch, range(4, 8), 208, NODE)
-    monkeypatch.setattr(os, "sched_setaffinity", forbid)
+    monkeypatch.setattr(os, "sched_setaffinity", Mock(side_effect=PermissionError))
     limit_threads(2, launched=True)
     assert threads() == dict.fromkeys(THREADS, "2")
 
@@ -102,9 +93,8 @@ def test_linux_answers_as_it_is_asked(bound):
     own = two[:1] if bound else two
     rank = "import os; from cocodiff.jobs.terminal import limit_threads; limit_threads(2, launched=True); "
     rank += "print(os.environ['OMP_NUM_THREADS'], sorted(os.sched_getaffinity(0)))"
-    start = (
-        f"import os, subprocess, sys; os.sched_setaffinity(0, {two}); subprocess.run([sys.executable, '-c', {rank!r}], "
-    )
+    start = f"import os, subprocess, sys; os.sched_setaffinity(0, {two}); "
+    start += f"subprocess.run([sys.executable, '-c', {rank!r}], "
     start += f"check=True, preexec_fn=lambda: os.sched_setaffinity(0, {own}))"
     told = {name: value for name, value in os.environ.items() if name not in THREADS}
     done = subprocess.run([sys.executable, "-c", start], env=told, capture_output=True, text=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
-from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,13 +21,10 @@ XPU = torch.device("xpu", 0)
 
 
 class FakeXpu:
-    """The part of torch.xpu that device.py asks, with streams and events that do nothing."""
+    """The part of torch.xpu that device.py asks of tiles."""
 
-    Event = Stream = Mock
-
-    def __init__(self, count: int = 12) -> None:
-        self.count, self.chosen = count, []
-        self._threads, self._default = threading.local(), Mock()
+    def __init__(self) -> None:
+        self.count, self.chosen = 12, []
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -41,15 +35,6 @@ class FakeXpu:
     def set_device(self, device: torch.device) -> None:
         self.chosen.append(device)
 
-    def current_stream(self, _: Any = None) -> Any:
-        return getattr(self._threads, "stream", self._default)
-
-    @contextmanager
-    def stream(self, stream: Any) -> Any:
-        self._threads.stream = stream
-        yield
-        del self._threads.stream
-
 
 @pytest.fixture
 def xpu(monkeypatch: pytest.MonkeyPatch) -> FakeXpu:
@@ -59,13 +44,14 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> FakeXpu:
     return fake
 
 
-def test_a_lanes_jobs_run_on_its_tile_and_on_a_stream_of_its_own(xpu):
-    lane = Lane("plane", XPU, Health())
-    ran_on: list[Any] = []
-    for _ in range(2):
-        lane.submit(lambda: ran_on.append(xpu.current_stream())).wait()
-    lane.close()
-    assert ran_on[0] is ran_on[1] is not xpu.current_stream() and {*xpu.chosen} == {XPU}
+def test_a_lanes_jobs_run_on_its_tile_and_on_a_stream_of_its_own(simulated):
+    with simulated.devices(2) as found:
+        module, lane = torch.get_device_module(found[1]), Lane("plane", found[1], Health())
+        ran_on: list[Any] = []
+        for _ in range(2):
+            lane.submit(lambda: ran_on.append((module.current_device(), module.current_stream()))).wait()
+        lane.close()
+        assert ran_on[0] == ran_on[1] != (1, module.current_stream(found[1])) and ran_on[0][0] == 1
 
 
 def test_on_a_cpu_there_is_nothing_to_mark(monkeypatch):
@@ -104,22 +90,6 @@ def test_a_rank_without_a_tile_is_told_what_hides_it(xpu, monkeypatch, environme
     assert xpu.chosen == []
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes an IPEX of a version appear; its module says that it was imported."""
-
-    def install(version: str | None, module: Any = None) -> None:
-        def known(name: str) -> str:
-            if name == IPEX and version is not None:
-                return version
-            raise metadata.PackageNotFoundError(name)
-
-        monkeypatch.setattr(devices.metadata, "version", known)
-        monkeypatch.setitem(sys.modules, IPEX, module)
-
-    return install
-
-
 @pytest.mark.parametrize(
     ("of_torch", "asked", "version", "imported", "told"),
     [
@@ -133,23 +103,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("2.14.1", "", "2.8.10", False, ""),
         ("2.14.1", "1", "2.8.10", False, "is for another PyTorch"),
         ("2.10.0a0+git449b176", "1", None, False, "COCODIFF_IPEX"),
+        ("2.8.0", "", "2.8.10", False, "could not be imported"),
     ],
 )
-def test_ipex_is_imported_where_it_fits_and_from_2_10_on_where_it_is_asked_for(
-    of_torch: str, asked: str, version: str | None, imported: bool, told: str, installed, monkeypatch, caplog
-) -> None:
+def test_ipex_is_imported_where_it_fits_and_is_wanted(of_torch, asked, version, imported, told, monkeypatch, caplog):
+    """From PyTorch 2.10 on, where it is asked for."""
+
+    def known(name: str) -> str:
+        if name == IPEX and version is not None:
+            return version
+        raise metadata.PackageNotFoundError(name)
+
     monkeypatch.setattr(torch, "__version__", of_torch)
     monkeypatch.setenv(IPEX_ASKED, asked)
-    installed(version, ModuleType(IPEX))
+    monkeypatch.setattr(devices.metadata, "version", known)
+    monkeypatch.setitem(sys.modules, IPEX, None if told == "could not be imported" else ModuleType(IPEX))
     assert import_ipex() is imported
     assert told in caplog.text and bool(told) is bool(caplog.records)
-
-
-def test_ipex_that_does_not_import_is_done_without(installed, monkeypatch, caplog):
-    monkeypatch.setattr(torch, "__version__", "2.8.0")
-    monkeypatch.delenv(IPEX_ASKED, raising=False)
-    installed("2.8.10", None)  # a module of None cannot be imported
-    assert not import_ipex() and "could not be imported" in caplog.text
 
 
 def test_free_memory_of_a_tile_counts_what_the_allocator_keeps(xpu):

@@ -6,7 +6,6 @@ import copy
 import re
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from disagreements import CASES, run_processes
@@ -29,9 +28,7 @@ REFUSAL = r"UserError: 1 of \d ranks \(\d\) call the transformer with another st
 @pytest.mark.sample(9)
 @pytest.mark.parametrize(("size", "odd", "settings"), WORLDS)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_make_different_calls_are_told_which(
-    name: str, size: int, odd: int, settings: dict[str, Any]
-) -> None:
+def test_ranks_that_make_different_calls_are_told_which(name, size, odd, settings):
     case = replace(CASES[name], ranks=size, odd=odd, settings={"preset": "tapa", **settings})
     pipes, began = [copy.deepcopy(flux_pipeline()) for _ in range(size)], time.monotonic()
     ends = run_ranks(size, lambda t: case.end_of(pipes[t.rank], t.rank, transport=t), timeout_s=60.0)

@@ -131,6 +131,8 @@ def test_ranks_that_do_not_fit(ranks, heads, settings, tokens, message):
 
 # Arguments ------------------------------------------------------------------------------------------------------------
 
+IMAGES = "ip_adapter_image_embeds"
+
 
 @pytest.mark.parametrize(
     ("family", "extra", "message"),
@@ -138,6 +140,7 @@ def test_ranks_that_do_not_fit(ranks, heads, settings, tokens, message):
         ("sd3", {"block_controlnet_hidden_states": [torch.zeros(1)]}, "run without a ControlNet"),
         ("sd3", {"joint_attention_kwargs": {"scale": 2.0, "hint": 1}}, r"\(hint\) reach no parallel attention"),
         ("flux", {"controlnet_block_samples": [torch.zeros(1)]}, "run without a ControlNet"),
+        *((family, {"joint_attention_kwargs": {IMAGES: torch.zeros(1, 3, 12)}}, IMAGES) for family in ("sd3", "flux")),
         ("flux", {"joint_attention_kwargs": {"ip_hidden_states": 1}}, "ip_hidden_states"),
         ("flux2", {"kv_cache_mode": "extract"}, "cache of reference images"),
         ("qwen", {"attention_kwargs": {"hint": 1}}, r"attention_kwargs \(hint\)"),
@@ -178,11 +181,8 @@ def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
     """On entering, and at a call if it was put on later, however that was done; without it the image is as ever."""
     pipe, painted = painting(family)
     plain = painted(pipe)
-    message = (
-        r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .* disagree: .*transformer\.disable_cache.*"
-        r"step_cache first_block with step_cache_threshold 0\.3"
-    )
-
+    message = r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .* disagree: .*transformer\.disable_cache.*"
+    message += r"step_cache first_block with step_cache_threshold 0\.3"
     cached = copy.deepcopy(pipe)
     cached.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
     refused(message, cached, size=3)

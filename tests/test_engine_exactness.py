@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from covering import covering, examples, thorough
 from exactness import Case, denoise
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from on_ranks import VARIANTS, check_exact, check_near, outputs_of, state_of
+from on_ranks import VARIANTS, check_exact, on_ranks, outputs_of, state_of
 from tiny_models import FAMILIES, HEADS
 from worlds import topology_of
 
@@ -77,7 +79,9 @@ def test_equals_one_process_on_machines_in_meshes_and_in_stages(machine, size, c
         assert (mesh.ulysses, mesh.ring) == degrees
         assert (exchange is not None and exchange.staged is not None) == staged  # Ring alone has no exchange
 
-    check_exact(size, case.model(), [case.inputs()], VARIANTS, seen=look, machine=machine, **settings)
+    orders = ("joint", "v_first") if size < 24 or thorough() else ("v_first",)
+    modes = {name: given for name, given in VARIANTS.items() if given["order"] in orders}
+    check_exact(size, case.model(), [case.inputs()], modes, seen=look, machine=machine, **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -109,16 +113,14 @@ def test_inference_mode_gives_the_same_bits(preset, chunks, ring):
     model, inputs = make(12), inputs_of(2, 6, 7, 5)
     plain, inference = (torch.no_grad,) * 4, (torch.inference_mode,) * 4
 
-    def work(transport: Any) -> None:
-        own = copy.deepcopy(model)
-        with parallelize(own, preset, transport=transport, steps=4, threshold=0.3, chunks=chunks, ring=ring):
-            expected = denoise(own, inputs, *plain)
-            for modes in (inference, plain, inference[:2] + plain[:2]):
-                outputs = denoise(own, inputs, *modes)
-                same = 2 if modes == inference[:2] + plain[:2] and preset == "cocodiff+" else 4
-                assert torch.equal(outputs[:same], expected[:same]), modes
+    def run(own: Any, _: Any) -> None:
+        expected = denoise(own, inputs, *plain)
+        for modes in (inference, plain, inference[:2] + plain[:2]):
+            outputs = denoise(own, inputs, *modes)
+            same = 2 if modes == inference[:2] + plain[:2] and preset == "cocodiff+" else 4
+            assert torch.equal(outputs[:same], expected[:same]), modes
 
-    run_ranks(4, work)
+    on_ranks(4, model, run=run, preset=preset, steps=4, threshold=0.3, chunks=chunks, ring=ring)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -147,24 +149,11 @@ def test_an_error_inside_leaves_the_model_as_it_was(size):
 def test_auto_is_off_where_it_does_not_pay():
     """At the size of a test, by the table of a node: not one call goes in stages."""
     make, inputs_of = FAMILIES["sd3"]
-    model, inputs = make(12, layers=1), inputs_of(1, 6, 7, 5)
-
-    def work(transport: Any) -> None:
-        found = []
-        for chunks in ("auto", 1, 2):
-            own, settings = copy.deepcopy(model), {"exchange": "split", "chunks": chunks, "machine": "aurora"}
-            with torch.no_grad(), parallelize(own, transport=transport, **settings) as engine:
-                own(**inputs)
-                found.append({(span.lane, span.name) for span in engine.trace.spans})
-        assert found[0] == found[1] != found[2]
-
-    run_ranks(12, work)
-
-
-def test_auto_needs_a_machine_that_was_measured():
-    model = FAMILIES["sd3"][0](6)
-    with pytest.raises(UserError, match=r"chunks auto: machine local on 1 node\(s\) was not measured, but aurora on"):
-        run_ranks(2, lambda transport: parallelize(copy.deepcopy(model), transport=transport, chunks="auto"))
+    model, inputs, found = make(12, layers=1), inputs_of(1, 6, 7, 5), []
+    for chunks in ("auto", 1, 2):
+        of_ranks = on_ranks(12, model, inputs, exchange="split", chunks=chunks, machine="aurora")
+        found.append([{(span.lane, span.name) for span in ran.engine.trace.spans} for ran in of_ranks])
+    assert found[0] == found[1] and not any(map(set.__eq__, found[0], found[2]))
 
 
 # Parts of a run -------------------------------------------------------------------------------------------------------
@@ -172,66 +161,49 @@ def test_auto_needs_a_machine_that_was_measured():
 IN_PARTS = (Case(12, 3, 5, 5), Case(12, 5, 7, 3, batch=2, family="qwen"))
 
 
-@pytest.mark.parametrize(("machine", "size"), [("local", 4), ("aurora", 12)])
-def test_two_replicas_with_models_and_inputs_of_their_own_equal_one_process(machine, size):
-    """On an Aurora node each has a plane: an exchange there sends nothing to siblings."""
-    axes = Axes.build(topology_of(machine, size), replica=2)
-    models = [case.model() for case in IN_PARTS]
-
-    def work(transport: Any) -> list[torch.Tensor]:
-        number = axes.coordinates(transport.rank).replica
-        part, own = SubTransport(transport, axes.replica(transport.rank)), copy.deepcopy(models[number])
-        with parallelize(own, "tapa", transport=part, machine=machine) as engine:
-            outputs = outputs_of(own, IN_PARTS[number].inputs())
-        assert engine.topology == axes.topology.part(axes.replica(transport.rank))
-        assert sum(engine.bytes().values()) > 0
-        assert machine == "local" or engine.bytes()["sibling"] == 0
-        return outputs
-
-    of_ranks = run_ranks(size, work, 120.0)
-    for model, case, of_replica in zip(models, IN_PARTS, axes.branches, strict=True):
-        plain, truth = (
-            outputs_of(model, case.inputs()),
-            outputs_of(copy.deepcopy(model).double(), case.inputs(torch.float64)),
-        )
-        check_near([of_ranks[rank] for rank in of_replica[0]], plain, truth)
-
-
 @pytest.mark.parametrize(
-    "settings",
-    [{"preset": "coded-", "predictor": "taylor"}, {"step_cache": "first_block", "step_cache_threshold": 0.25}],
-    ids=["coded", "cached"],
+    ("machine", "size", "settings"),
+    [
+        ("aurora", 12, {"preset": "tapa"}),
+        ("local", 4, {"preset": "coded-", "predictor": "taylor"}),
+        ("local", 4, {"step_cache": "first_block", "step_cache_threshold": 0.25}),
+    ],
+    ids=["exact", "coded", "cached"],
 )
-def test_replicas_that_keep_state_have_the_bits_of_one_replica(settings):
+def test_two_replicas_have_the_bits_of_one_replica(machine, size, settings):
     """Each predicts and decides by its own ranks' notes and keeps states of its own, over images of its own: the first
-    makes one while the second makes two, of other tokens, batch and family. A part is closed by itself."""
-    axes = Axes.build(topology_of("local", 4), replica=2)
-    models = [case.model() for case in IN_PARTS]
+    makes one while the second makes two, of other tokens, batch and family. A part is closed by itself. On an Aurora
+    node each has a plane: an exchange there sends nothing to siblings."""
+    axes = Axes.build(topology_of(machine, size), replica=2)
+    models, exact = [case.model() for case in IN_PARTS], settings == {"preset": "tapa"}
+    share = "cached_fraction" if "step_cache" in settings else "coded_fraction"
 
-    def images(transport: Any, number: int) -> list[torch.Tensor]:
-        model = copy.deepcopy(models[number])
-        with torch.no_grad(), parallelize(model, transport=transport, **settings) as engine:
-            outputs = [denoise(model, IN_PARTS[number].inputs()) for _ in range(1 + number)]
-            of_steps = [
-                row["cached_fraction" if "step_cache" in settings else "coded_fraction"]
-                for row in engine.drift_profile()
-            ]
-            assert of_steps[1] == (1 if "preset" in settings else 1 - number)  # replicas decide otherwise
-        return outputs
+    def images(transport: Any, number: int, machine: str = "local") -> tuple[list[torch.Tensor], Any]:
+        model, modes = copy.deepcopy(models[number]), [nullcontext] * exact
+        with torch.no_grad(), parallelize(model, transport=transport, machine=machine, **settings) as engine:
+            outputs = [denoise(model, IN_PARTS[number].inputs(), *modes) for _ in range(1 + number)]
+            of_steps = [row[share] for row in engine.drift_profile()]
+        assert exact or of_steps[1] == (1 if "preset" in settings else 1 - number)  # replicas decide otherwise
+        return outputs, engine
 
     def work(transport: Any) -> list[torch.Tensor]:
         part, number = SubTransport(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica
-        outputs = images(part, number)
+        outputs, engine = images(part, number, machine)
+        assert engine.topology == axes.topology.part(axes.replica(transport.rank))
+        assert sum(engine.bytes().values()) > 0 and (machine == "local" or engine.bytes()["sibling"] == 0)
         part.close()
         with pytest.raises(UserError, match="the transport of this engine is closed"):
-            parallelize(copy.deepcopy(models[number]), transport=part).__enter__()
+            parallelize(copy.deepcopy(models[number]), transport=part, machine=machine).__enter__()
         assert not transport.closed and transport.broadcast_value(transport.rank) == 0
         return outputs
 
-    of_ranks = run_ranks(4, work, 120.0)
+    of_ranks = run_ranks(size, work, 120.0)
     for number, (ranks,) in enumerate(axes.branches):
-        for rank, alone in zip(ranks, run_ranks(2, lambda whole, number=number: images(whole, number)), strict=True):
-            assert all(map(torch.equal, of_ranks[rank], alone))
+        alone = run_ranks(len(ranks), lambda whole, number=number: images(whole, number)[0])
+        # Ranks of a plane compute as ranks of a row do, up to rounding.
+        same = torch.equal if machine == "local" else partial(torch.allclose, atol=1e-5)
+        for rank, one in zip(ranks, alone, strict=True):
+            assert all(map(same, of_ranks[rank], one)) and all(map(torch.equal, of_ranks[rank], of_ranks[ranks[0]]))
 
 
 def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run():

@@ -20,7 +20,7 @@ from tiny_pipelines import TEXT_WIDTH, sd3_pipeline
 from cocodiff.comm.connect import connect
 from cocodiff.comm.health import Limits
 from cocodiff.comm.launch import Launch
-from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld, run_ranks
+from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.config import Config
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.engine.engine import open_transport, parallelize
@@ -48,8 +48,7 @@ def test_results_of_all_ranks_are_there_after_the_block_on_any_rank_alone():
                 assert len(engine.drift_profile()) == 1
                 engine.forget_drift()
                 assert engine.drift_profile() == []
-            transport.gather_values(None)
-            transport.broadcast_value(None)
+            transport.world.barrier()
         assert inside == once
         return once
 
@@ -57,8 +56,8 @@ def test_results_of_all_ranks_are_there_after_the_block_on_any_rank_alone():
     assert all(sent == of_ranks[0] for sent in of_ranks) and sum(of_ranks[0].values()) > 0
 
 
-def test_an_engine_in_use_is_not_entered_again():
-    engine = parallelize(sd3_transformer(4), transport=LoopbackTransport(LoopbackWorld(1), 0))
+def test_an_engine_in_use_is_not_entered_again(alone):
+    engine = parallelize(sd3_transformer(4), transport=alone)
     with engine, pytest.raises(UserError, match="this engine is in use"):
         engine.__enter__()
     with engine, torch.no_grad():
@@ -66,15 +65,9 @@ def test_an_engine_in_use_is_not_entered_again():
 
 
 @pytest.mark.parametrize("model", [sd3_transformer(4), PLANNED["wan"].model()], ids=["family", "plan"])
-def test_a_model_that_is_parallel_is_not_made_so_again(model):
-    transport = LoopbackTransport(LoopbackWorld(1), 0)
-    inner = parallelize(model, transport=transport)
-    with (
-        parallelize(model, transport=transport),
-        pytest.raises(
-            UserError, match=f"this {type(model).__name__} is parallel already, by another engine: leave its"
-        ),
-    ):
+def test_a_model_that_is_parallel_is_not_made_so_again(model, alone):
+    inner, words = parallelize(model, transport=alone), "is parallel already, by another engine: leave its"
+    with parallelize(model, transport=alone), pytest.raises(UserError, match=f"this {type(model).__name__} {words}"):
         inner.__enter__()
     with inner:
         pass
@@ -103,9 +96,7 @@ def test_a_model_that_is_called_outside_of_the_block_says_so_once():
         return [str(one.message) for one in caught if "outside" in str(one.message)]
 
     assert said(1) == []  # which has nobody to share it with
-    words = (
-        "SD3Transformer2DModel is called outside of its `with` block, so each rank computes all of it: call it inside"
-    )
+    words = "SD3Transformer2DModel is called outside of its `with` block, so each rank computes all of it: call it"
     assert len(lines := said(2)) == 2 and all(line.startswith(words) for line in lines)
 
 
@@ -120,11 +111,11 @@ def test_an_engine_that_opened_its_transport_opens_another_when_entered_again():
 
 @pytest.mark.parametrize("part", ["pipe", "transformer", "vae", "a transformer alone"])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_nothing_that_holds_the_engine_is_copied(copied, part):
+def test_nothing_that_holds_the_engine_is_copied(copied, part, alone):
     pipe = sd3_pipeline()
     target = pipe.transformer if part == "a transformer alone" else getattr(pipe, part, pipe)
     whole = target if part == "a transformer alone" else pipe
-    with parallelize(whole, transport=LoopbackTransport(LoopbackWorld(1), 0)):
+    with parallelize(whole, transport=alone):
         if copied is copy.copy and part == "pipe":  # another pipeline of the same parts
             assert copied(pipe).vae is pipe.vae
         else:
@@ -137,10 +128,8 @@ def test_what_others_put_around_calls_inside_the_block_stays_theirs():
     """And nothing of ours in it."""
     pipe = sd3_pipeline()
     model, vae, latents = pipe.transformer, pipe.vae, torch.zeros(1, 16, 4, 4)
-    inputs = sd3_inputs(2, 8, 8, 3) | {
-        "hidden_states": torch.ones(2, 16, 8, 8),
-        "encoder_hidden_states": torch.ones(2, 3, TEXT_WIDTH),
-    }
+    inputs = sd3_inputs(2, 8, 8, 3) | {"hidden_states": torch.ones(2, 16, 8, 8)}
+    inputs |= {"encoder_hidden_states": torch.ones(2, 3, TEXT_WIDTH)}
     with torch.no_grad():
         plain = model(**inputs).sample, vae.decode(latents).sample
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import STEPS, denoise
-from on_ranks import refused
+from on_ranks import Ran, on_ranks, refused
 from test_engine_pipelines import inpainting, restored
 from tiny_models import FAMILIES
 from torch.utils._pytree import tree_map_only
@@ -145,22 +145,19 @@ def test_some_layers_keep_state_and_the_others_tensors_travel_whole(family, pres
     model, inputs = make(6).to(torch.bfloat16), inputs_of(1, 6, 7, 5)
     inputs = tree_map_only(torch.Tensor, lambda x: x.to(torch.bfloat16) if x.is_floating_point() else x, inputs)
 
-    def work(transport: Any) -> list[Any]:
-        own, found = copy.deepcopy(model), []
-        settings = {"preset": preset, **STATES[preset]}
-        for layers in (None, 1, 99):
-            with torch.no_grad(), parallelize(own, transport=transport, state_layers=layers, **settings) as engine:
-                outputs = [denoise(own, inputs) for _ in range(2)]
-                held = engine.sequence.strategy.codec.bytes_held()
-            sent = [sum(engine.bytes(purpose).values()) for purpose in ("attention", "late")]
-            found.append((outputs, held, *sent, engine.drift_profile()))
-        return found
+    def run(own: Any, engine: Any) -> tuple[list[torch.Tensor], int]:
+        return [denoise(own, inputs) for _ in range(2)], engine.sequence.strategy.codec.bytes_held()
 
-    of_ranks = run_ranks(2, work)
-    for rank in of_ranks:
-        (every, held, sent, late, profile), (some, of_one, sent_some, late_some, profile_of_one), many = rank
-        assert all(map(torch.equal, some, of_ranks[0][1][0])) and torch.equal(*some) and torch.equal(*every)
-        assert many[1:] == (held, sent, late, profile) and all(map(torch.equal, many[0], every))
+    def results(ran: Ran) -> Any:
+        return *ran.found, ran.sent(), ran.sent("late"), ran.engine.drift_profile()
+
+    settings = {"preset": preset, **STATES[preset]}
+    of_ranks = [on_ranks(2, model, run=run, state_layers=layers, **settings) for layers in (None, 1, 99)]
+    for rank in zip(*of_ranks, strict=True):
+        (every, held, *sizes), (some, of_one, sent_some, late_some, profile_of_one), many = map(results, rank)
+        sent, late, profile = sizes
+        assert all(map(torch.equal, some, of_ranks[1][0].found[0])) and torch.equal(*some) and torch.equal(*every)
+        assert many[1:] == (held, *sizes) and all(map(torch.equal, many[0], every))
         assert 0 < of_one < held and (late_some < late if late else sent < sent_some)
         if preset in ("coded", "lossless"):
             shares = [row["coded_fraction"] for row in profile_of_one]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from cocodiff.jobs.options import parse, with_settings
 from cocodiff.planner.case import ModelShape
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "papers.md"
+PAPER = Path(__file__).with_suffix(".yaml").read_text()
 NAMES = sorted(shipped_names("papers"))
 
 
@@ -129,36 +130,14 @@ def test_rows_and_commands_are_repeated() -> None:
     own = {"each": {"of": [{"n": 1, "paper": "7.1"}, {"n": 2, "paper": "8.4"}]}, "what": "{n} nodes"}
     assert [*repeated(own)] == [{"what": "1 nodes", "paper": "7.1"}, {"what": "2 nodes", "paper": "8.4"}]
     assert filled({"tokens": "{tokens}"}, {"tokens": 3}) == {"tokens": 3}
-    run = figures.Run(
-        "planned", "plan --nodes {n} {way}", {"n": {"2": "2", "3": "3"}, "way": {"torus": "--chunks {n}"}}
-    )
+    each = {"n": {"2": "2", "3": "3"}, "way": {"torus": "--chunks {n}"}}
+    run = figures.Run("planned", "plan --nodes {n} {way}", each)
     named = {f"torus {n}": ["plan", "--nodes", n, "--chunks", n] for n in ("2", "3")}
     assert dict(run.named("{way} {n}")) == named
 
 
-PAPER = """
-title: Toy
-source: nobody
-setting: Two plans.
-runs:
-  step of {size}:
-    {made: planned, command: "plan --model sd3.5 --size {size}", each: {size: {"512": "512", "1024": SIDE}}}
-rows:
-- {figure: "1", what: a step, unit: ms, of: {run: step of 512, take: time.step_s}}
-- {figure: "2", what: more, paper: "4", of: {run: step of 1024, take: time.step_s}}
-curves:
-- title: Steps
-  x_label: x
-  y_label: y
-  lines: {all: {x: {of: {run: step.*, take: time.step_s}}, y: {of: {run: step.*, take: time.step_s}}}}
-notes: That is all.
-"""
-
-
 @pytest.mark.full
-def test_a_page_is_made_and_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], snapshot: Callable[[str], None]
-) -> None:
+def test_a_page_is_made_and_goes_on_where_it_was(tmp_path, monkeypatch, capfd, snapshot):
     """First one of its commands fails. What was made is not made again, unless the file has other words for it."""
     monkeypatch.setattr(figures, "find_shipped", lambda what, folder, name: tmp_path / f"{name}.yaml")
     monkeypatch.setattr(figures, "shipped_names", lambda folder: ["toy"])
@@ -195,9 +174,7 @@ def campaign_in(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_a_campaign_has_measured_stands_beside_the_paper_and_the_plan(
-    tmp_path: Path, snapshot: Callable[[str], None]
-) -> None:
+def test_what_a_campaign_has_measured_stands_beside_the_paper_and_the_plan(tmp_path, snapshot):
     """All rows that have a number; what was not asked for is left out."""
     campaign_in(tmp_path / "campaign")
     words = ["papers", "--paper", "cocodiff", "--runs", "plan", "--measured", str(tmp_path / "campaign")]

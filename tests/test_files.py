@@ -22,9 +22,7 @@ READERS = {"yaml": read_yaml, "json": read_json}
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_only_regular_files_are_opened(
-    read: Callable[[Path], dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_regular_files_are_opened(read, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -67,9 +65,7 @@ def test_only_regular_files_are_opened(
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_files_that_no_parser_takes_or_that_hold_something_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, text: bytes, said: str
-) -> None:
+def test_files_that_no_parser_takes_or_that_hold_something_else(tmp_path, monkeypatch, form, text, said):
     monkeypatch.chdir(tmp_path)
     Path("settings").write_bytes(text)
     with pytest.raises(UserError, match=said) as caught:
@@ -77,9 +73,8 @@ def test_files_that_no_parser_takes_or_that_hold_something_else(
     assert "settings" in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
-    text = '{"steps": 1}'
-    (tmp_path / "large.json").write_text(text.rjust(2**24))
+def test_a_file_of_the_largest_size_is_read(tmp_path):
+    (tmp_path / "large.json").write_text('{"steps": 1}'.rjust(2**24))
     assert read_json(tmp_path / "large.json") == {"steps": 1}
 
 
@@ -102,9 +97,7 @@ WRITERS: list[Callable[[Path], None]] = [
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_is_said_to_be_on_the_disk_is_synced(
-    tmp_path: Path, unsynced: Callable[[Path], list[str]], write: Callable[[Path], None]
-) -> None:
+def test_what_is_said_to_be_on_the_disk_is_synced(tmp_path, unsynced, write):
     """A power cut must not leave what is renamed into place, or told of, without what it holds."""
     write(tmp_path)
     assert any(path.is_file() for path in tmp_path.rglob("*")) and not unsynced(tmp_path)

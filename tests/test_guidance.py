@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from covering import all_but
@@ -14,9 +13,11 @@ from exactness import Case
 from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of
 from planned_models import cast
 from seams import bytes_held_of_parts, end_guidance_of, step_caches_of
+from test_adapted_pipelines import guided, latents
 from test_engine_checks import BROADCAST
-from test_engine_pipelines import SIDE, inpainting, restored
+from test_engine_pipelines import inpainting, restored
 from tiny_models import FAMILIES, HEADS, with_lora
+from tiny_pipelines import sd3_pipeline
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
@@ -136,12 +137,14 @@ def test_parts_stay_parts_where_offloading_takes_its_hooks_off_and_puts_them_on(
 
 
 def calls_of(family: str, *branches: int) -> list[list[Call]]:
-    """A denoising loop's calls: of each step, so many branches of one sample, with texts of different length."""
+    """A denoising loop's calls: of each step, so many branches of one sample, with texts of different length; of SD3
+    one call with all of them."""
     inputs_of, steps = FAMILIES[family][1], []
     for step, count in enumerate(branches):
-        sample = inputs_of(1, 7, 9, 1)["hidden_states"] * (1 + 0.1 * step)
-        moment = {"timestep": torch.full((1,), 0.9 - 0.1 * step), "hidden_states": sample}
-        steps.append([inputs_of(1, 7, 9, (5, 3, 4)[branch]) | moment for branch in range(count)])
+        batch, texts = (count, (5,)) if family == "sd3" else (1, (5, 3, 4)[:count])
+        sample = inputs_of(batch, 7, 9, 1)["hidden_states"] * (1 + 0.1 * step)
+        moment = {"timestep": torch.full((batch,), 0.9 - 0.1 * step), "hidden_states": sample}
+        steps.append([inputs_of(batch, 7, 9, text) | moment for text in texts])
     return steps
 
 
@@ -180,22 +183,12 @@ def test_calls_that_come_or_do_not_come(family, branches):
 
 @pytest.mark.filterwarnings("ignore:guidance_parallel 2. step")
 def test_a_batch_that_has_no_halves_is_computed_together():
-    call = FAMILIES["sd3"][1](3, 6, 7, 5)
-    steps = [[call | {"timestep": torch.full((3,), 0.9 - 0.1 * step)}] for step in range(2)]
-    assert check_loop(2, FAMILIES["sd3"][0](6), steps).sent("guidance") == 0
+    assert check_loop(2, FAMILIES["sd3"][0](6), calls_of("sd3", 3, 3)).sent("guidance") == 0
 
 
 def test_a_callback_ends_guidance():
     """As diffusers' guide does it for SD3: the scale becomes 1, and the negative half of the prompts goes."""
-    pipe, arguments = guiding("sd3")
-    pipe = diffusers.StableDiffusion3Pipeline(**pipe.components)
-    pipe.set_progress_bar_config(disable=True)
-
-    def drawn(pipe: Any) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        call = {"height": SIDE, "width": SIDE, "num_inference_steps": 3, "generator": generator, "output_type": "pt"}
-        with torch.no_grad():
-            return pipe(**call, **arguments).images
+    pipe, arguments = sd3_pipeline(12), guided(3.0)
 
     def end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if step == 0:
@@ -205,7 +198,7 @@ def test_a_callback_ends_guidance():
 
     wanted = ["prompt_embeds", "pooled_prompt_embeds"]
     arguments |= {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": wanted}
-    plain, of_ranks = drawn(pipe), on_ranks(4, pipe, run=lambda own, _: [drawn(own)])
+    plain, of_ranks = latents(pipe, arguments), on_ranks(4, pipe, run=lambda own, _: [latents(own, arguments)])
     assert check_alike(of_ranks, [plain]).sent("unsplit") > 0
 
 
@@ -223,38 +216,30 @@ def test_a_callback_ends_guidance():
 )
 def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
     """Bit for bit what each part gives alone, which is tested against one process's reference."""
-    make, inputs_of = FAMILIES[family]
-    model = make(12)
+    model, steps = FAMILIES[family][0](12), calls_of(family, 2, 2, 2, 2)
     lossy = {"selection": "v_major", "schedule": "fixed", "ratio": 0.6, "steps": 4, "warmup": 1, "machine": "local"}
     lossy |= settings
 
-    def step_calls(step: int, branch: int | None) -> list[dict[str, Any]]:
-        moment = torch.full((1,), 0.9 - 0.1 * step)
-        calls = [inputs_of(1, 6, 7, 5 if family == "sd3" else length) for length in (5, 3)]
-        for call in calls:
-            call["hidden_states"] = calls[0]["hidden_states"] * (1 + 0.1 * step)
-        calls = calls if branch is None else [calls[branch]]
-        if family == "sd3" and branch is None:
-            calls = [{name: torch.cat([call[name] for call in calls]) for name in calls[0]}]
-        return [call | {"timestep": moment.repeat(len(call["hidden_states"]))} for call in calls]
-
-    def run(own: Any, transport: Any, branch: int | None, parts: int) -> list[torch.Tensor]:
+    def run(own: Any, transport: Any, branches: slice, parts: int) -> list[torch.Tensor]:
         with torch.no_grad(), parallelize(own, transport=transport, guidance_parallel=parts, **lossy) as engine:
-            outputs = [[own(**call)[0] * 1 for call in step_calls(step, branch)] for step in range(4)]
+            outputs: list[list[torch.Tensor]] = []
+            for calls in steps:
+                joined = [{name: x[branches] for name, x in calls[0].items()}] if family == "sd3" else calls[branches]
+                outputs.append([own(**call)[0] * 1 for call in joined])
             held = engine.sequence.strategy.codec.bytes_held()
         assert held > 0 and (sum(engine.bytes("late").values()) > 0) == ("arrival" in settings)
         return [torch.cat(of_step) for of_step in outputs]
 
-    def work(transport: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    def work(transport: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], slice]:
         own = copy.deepcopy(model)
-        together = run(own, transport, None, 2)
+        together = run(own, transport, slice(None), 2)
         axes = Axes.build(topology_of("local", transport.size), guidance=2)
         part = axes.coordinates(transport.rank).guidance
-        return together, run(own, SubTransport(transport, axes.branch(transport.rank)), part, 1), part
+        branch = slice(part, part + 1)
+        return together, run(own, SubTransport(transport, axes.branch(transport.rank)), branch, 1), branch
 
-    for together, alone, part in run_ranks(4, work):
-        for output, expected in zip(together, alone, strict=True):
-            assert torch.equal(output[part : part + 1], expected)
+    for together, alone, branch in run_ranks(4, work):
+        assert all(torch.equal(output[branch], expected) for output, expected in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -374,10 +359,7 @@ def test_an_interrupted_image_leaves_nothing_behind(stopped_at):
 @pytest.mark.parametrize("family", ["qwen", "sd3"])
 def test_a_branch_that_fails_on_its_ranks_alone(family, branch):
     """For want of memory, say. The caller catches the error and makes another image in the same engine."""
-    steps = calls_of("qwen", 2, 2, 2)
-    if family == "sd3":  # both branches in one call
-        inputs = FAMILIES["sd3"][1](2, 6, 7, 5)
-        steps = [[inputs | {"timestep": torch.full((2,), 0.9 - 0.1 * step)}] for step in range(3)]
+    steps = calls_of(family, 2, 2, 2)
 
     def run(own: Any, engine: Any) -> list[torch.Tensor]:
         def fail(*_: Any) -> None:
