@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from campaign.strikes import ADDS, MESSAGES, Strike, watch_operations
+from campaign.strikes import ADDS, Strike, watch_operations
 from syncs import Syncs
 
 from cocodiff.jobs.store import Store
@@ -109,8 +109,5 @@ def main() -> int:
     if "strike" in given:
         strike = Strike(**given["strike"])
         strike.know_rank(strike if given["stage"] == "start" else lambda: None)
-        if strike.fault in MESSAGES:
-            strike.spoil_messages(given["victim"])
-        else:
-            count(given["stage"], given["number"], str(Path(words[words.index("--out") + 1]).parent), strike)
+        count(given["stage"], given["number"], str(Path(words[words.index("--out") + 1]).parent), strike)
     return cocodiff()
