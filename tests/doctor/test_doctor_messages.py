@@ -163,13 +163,7 @@ MORE = {"MPIEXEC_FLAGS": "--no-vni"}  # of PALS' mpiexec
     ("trial", "how", "environment", "started", "sync"),
     [
         ("pair", Launch("mpi", 0, 24, 0, 12), PALS, f"{BY_PALS} -n 2 --ppn 2", "1"),
-        (
-            "op_sync",
-            Launch("mpi", 0, 24, 0, 12),
-            PALS | MORE,
-            "mpiexec --pmi=pmix --envall --no-vni -n 24 --ppn 12",
-            "0",
-        ),
+        ("op_sync", Launch("mpi", 0, 24, 0, 12), PALS | MORE, f"{BY_PALS} --no-vni -n 24 --ppn 12", "0"),
         ("pair", Launch("mpi", 0, 24, 0, 1), {}, "mpiexec -n 2 --ppn 1", None),
         ("op_sync", Launch("mpi", 0, 24, 0, 12), MORE, "mpiexec -n 24 --ppn 12", "1"),
         ("op_sync", Launch("torchrun", 0, 24, 0, 12), {"RANK": "0", "CCL_OP_SYNC": "0"}, "12", "1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,17 +87,14 @@ def test_parameters_and_tensors_with_gradients_are_tensors(looking):
 def test_threads_look_by_themselves(looking):
     xs = [torch.zeros(4, n) for n in range(1, 9)]
     expected = [looking((x,) * n) for n, x in enumerate(xs, 1)]
-    wrong = []
+    meet = threading.Barrier(8)
 
-    def work(n: int) -> None:
-        wrong.extend(1 for _ in range(300) if looking((xs[n],) * (n + 1)) != expected[n])
+    def work(n: int) -> bool:
+        meet.wait()
+        return all(looking((xs[n],) * (n + 1)) == expected[n] for _ in range(300))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
 
 
 def test_errors_come_again_and_after_a_call_that_was_right(sycl: SyclOps):
