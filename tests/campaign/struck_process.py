@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from campaign.strikes import ADDS, Strike, watch_operations
-from syncs import Syncs
 
 from cocodiff.jobs.store import Store
 
@@ -79,21 +78,17 @@ def replace_function(path: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def observe(notes: Path, alone: bool) -> None:
-    """Note each unit that is done in a file: its number, and what is not on the disk then that this process wrote, as
-    far as it wrote all (`alone`)."""
-    syncs = Syncs()
+def observe(notes: Path) -> None:
+    """Note the number of each unit that is done in a file."""
 
     def noting(add: Callable[..., None]) -> Callable[..., None]:
         def add_and_note(store: Store, number: int, made: Any) -> None:
             add(store, number, made)
-            behind = syncs.behind([store.folder / f"{number}.npz"]) if alone else []
             with notes.open("a") as file:
-                file.write(json.dumps([number, behind]) + "\n")
+                file.write(f"{number}\n")
 
         return add_and_note
 
-    os.fsync = syncs.sync
     replace_function(NOTED, noting)
 
 
@@ -105,7 +100,7 @@ def main() -> int:
     tempfile.tempdir = os.environ["TMPDIR"] = given["temporary"]
     if not given["ignored"]:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and whoever it starts inherits that
-    observe(Path(given["notes"]), alone=given["replicas"] == 1 and "--resume" not in words)
+    observe(Path(given["notes"]))
     if "strike" in given:
         strike = Strike(**given["strike"])
         strike.know_rank(strike if given["stage"] == "start" else lambda: None)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cocodiff_sycl.build import kernel_source
 from cocodiff_sycl.library import GPU_LANES
-from intel_compiler import PREFIX, Ocloc, compile_native, find_ocloc
+from intel_compiler import PREFIX, compile_native
 
 CASE = "case_"
 NUMBERS = 128  # that a pass of an arithmetic loop takes: a head's; one of a copy's takes four times as many
@@ -84,11 +84,11 @@ def cost_of(name: str, cycles: int) -> str:
     return f"{a_number:.1f} instructions a number; us/MB: traffic {traffic:.2f}, these {instructions:.2f}"
 
 
-def report(device: str, ocloc: Ocloc) -> Iterator[str]:
+def report(device: str) -> Iterator[str]:
     """Yield a line for each kernel and case. Raises Unavailable."""
     cases = Path(__file__).with_name("cases.cpp").read_text()
     with tempfile.TemporaryDirectory() as parts:
-        usage = compile_native(f"{kernel_source(GPU_LANES, gpu=True)}\n{cases}", device, ocloc, Path(parts))
+        usage = compile_native(f"{kernel_source(GPU_LANES, gpu=True)}\n{cases}", device, Path(parts))
         text = {file.name: file.read_text() for file in Path(parts).rglob(".text.*.asm")}
     kernels = {one.name: one for one in usage}
     for name in sorted({name.removeprefix(CASE) for name in kernels}):
@@ -98,4 +98,4 @@ def report(device: str, ocloc: Ocloc) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(*report("pvc", find_ocloc()), sep="\n")
+    print(*report("pvc"), sep="\n")

@@ -37,6 +37,7 @@ def losslessly(s: SyclOps, x_BLHD: torch.Tensor) -> None:
         (lambda s: s.l1_score(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)), "reference is [1, 2, 3, 5]"),
         (lambda s: s.l1_score(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).half()), "reference is torch.float16"),
         (lambda s: s.l1_score(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)), "3 dimensions"),
+        (lambda s: s.l1_score(X_BLHD, X_BLHD.to("meta")), "is on meta"),
         (lambda s: s.choose(torch.zeros(4), AMONG, 1.5, 0.0), "share of 1.5"),
         (lambda s: s.choose(torch.zeros(4), AMONG, None, 0.5), "two columns"),
         (lambda s: s.choose(torch.zeros(4).half(), AMONG, 0.5, 0.0), "float16"),

@@ -11,14 +11,14 @@ import pytest
 from cocodiff_sycl.build import kernel_source
 from cocodiff_sycl.library import GPU_LANES
 from cost_report import cost_of, hot_loop
-from intel_compiler import OCLOC, compile_native, find_ocloc
+from intel_compiler import OCLOC, compile_native
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(OCLOC not in os.environ, reason=f"no {OCLOC}: tests/kernels/ocloc FOLDER fetches Intel's compiler")
 def test_no_kernel_spills_on_the_device(tmp_path):
     """All kernels of all dtypes, at the width that is launched. The CPU device never shows this."""
-    usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", find_ocloc(), tmp_path)
+    usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", tmp_path)
     assert {one.name for one in usage} == set(re.findall(r"^KERNEL\((\w+)\)", kernel_source(GPU_LANES), re.MULTILINE))
     assert {one.simd for one in usage} == {GPU_LANES} and {one.registers for one in usage} == {128}
     assert not {one.name: (one.spill, one.private) for one in usage if one.spill or one.private}
