@@ -15,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -84,13 +85,6 @@ def boxes(shape: Shape, *places: str) -> np.ndarray:
     return mask
 
 
-def columns(shape: Shape, *discs: list[float]) -> np.ndarray:
-    """Return a mask of discs in every slice: row, column and radius of each."""
-    y, x = np.indices(shape[1:])
-    disc_YX = np.any([np.hypot(y - row, x - column) < radius for row, column, radius in discs], axis=0)
-    return np.broadcast_to(disc_YX, shape)
-
-
 def rings(shape: Shape, *radii: int) -> np.ndarray:
     """Return a mask of rings of two pixels in every slice."""
     y, x = np.indices(shape[1:])
@@ -120,8 +114,8 @@ def scratch(shape: Shape) -> np.ndarray:
     return (np.abs(x - 0.5 * shape[1] - 20 * np.sin(y / 19)) < 2.5) & (y > 9) & (y < shape[0] - 9)
 
 
-MASKS: dict[str, Callable[..., np.ndarray]] = {mask.__name__: mask for mask in (boxes, columns, rings, balls, specks)}
-MASKS |= {"scratch": scratch, "blocks": lambda shape: block_mask(shape, 0)}
+MASKS: dict[str, Callable[..., np.ndarray]] = {mask.__name__: mask for mask in (boxes, rings, balls, specks, scratch)}
+MASKS["blocks"] = partial(block_mask, seed=0)
 
 
 def situations(folder: Path, more: Path | None) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:

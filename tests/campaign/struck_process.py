@@ -17,22 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
 from campaign.strikes import ADDS, Strike, watch_operations
 
 from cocodiff.jobs.store import Store
 
-NOTED = "jobs.store.Store.add"  # a stage by itself: its odd operations are returns
-# By stage the functions in which operations are counted. Results are created or published in the last ones.
-STAGES = {
-    "start": [],  # before the ranks meet
-    "load": ["harness.session.load_requested"],
-    "attend": ["engine.engine.Engine.attend"],
-    "write": [NOTED],
-    "create": ["jobs.folder.OutputFolder.open", "harness.slices.SliceJob.begin", "harness.sweep.SweepJob.begin"],
-    "put together": ["harness.job.put_together", "harness.job.unpacked"],
-    "hand over": ["harness.slices.SliceJob.complete", "harness.sweep.SweepJob.complete", "harness.session.finish"],
-    "publish": ["jobs.folder.OutputFolder.publish"],
-}
+NOTED = "jobs.store.Store.add"  # the one function of the stage "write": its odd operations are returns
+STAGES: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("jobs.yaml").read_text())["stages"]
 
 
 def count(stage: str, number: int, folder: str, strike: Strike) -> None:
