@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,16 +134,11 @@ def make_voxels(shape: tuple[int, ...], dtype: np.dtype, chance: random.Random, 
 
 
 def damage(path: Path, kind: str, chance: random.Random) -> None:
-    """Cut a file of an input short, flip a bit of it, or put something else into its place."""
+    """Cut a file of an input short, or flip a bit of it."""
     file = chance.choice([path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file()))
     data = bytearray(file.read_bytes())
     if kind == "cut":
         del data[chance.choice([chance.randrange(len(data)), len(data) - chance.randint(1, min(64, len(data)))]) :]
-    elif kind == "flip":
+    else:
         data[chance.randrange(min(len(data), 600) if chance.random() < 0.7 else len(data))] ^= 1 << chance.randrange(8)
     file.write_bytes(data)
-    if kind == "gone":
-        file.unlink()
-        instead: list[Callable[[], object]] = [lambda: None, file.mkdir, lambda: os.mkfifo(file)]
-        instead += [lambda: file.symlink_to("nowhere"), lambda: file.write_bytes(b"no image\n" * 9), file.touch]
-        chance.choice([*instead, *[lambda: shutil.rmtree(path)] * path.is_dir()])()

@@ -1,4 +1,4 @@
-"""Makers of HDF5 and Zarr: voxels stored in part or elsewhere, sides, units and texts, and odd attributes."""
+"""Makers of HDF5 and Zarr: voxels stored in part, sides, units and texts, and odd attributes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ PLACES = ("entry/instrument/detector/data", "exchange/data", "data", "scan/tomo/
 
 
 def hdf5(draw: Draw) -> Given:
-    """Write one dataset: with its voxel's size, and texts; stored in part; in another file; or with junk for
-    attributes."""
+    """Write one dataset: with its voxel's size, and texts; stored in part; or with junk for attributes."""
     plain = draw.stem != "scan" or draw.voxels.shape != SHAPE or draw.odd or draw.voxels.dtype.kind in "bc"
     file = draw.path(".h5" if plain else draw.pick(".h5", ".nxs", ".hdf5"))
     place = "exchange/data" if plain else draw.pick(*PLACES)
-    how = "whole" if plain else draw.by_turn("whole", "none", "chunks", "other file")
+    how = "whole" if plain else draw.by_turn("whole", "none", "chunks")
     given, sides = Given(file, draw.voxels, kind=how), draw.sides()
-    with h5py.File(draw.path("-raw.h5") if how == "other file" else file, "w") as h5:
-        if how in ("whole", "other file"):
+    with h5py.File(file, "w") as h5:
+        if how == "whole":
             options: Plain = {}
             if draw.voxels.size and draw.voxels.ndim and (draw.stored or draw.maybe(0.5)):
                 options = {"chunks": tuple(min(side, draw.pick(1, 7, 16)) for side in draw.voxels.shape)}
@@ -36,7 +35,7 @@ def hdf5(draw: Draw) -> Given:
             given.voxels = np.full(SHAPE, 7, draw.voxels.dtype)
             if how == "chunks":
                 data[1], given.voxels[1] = draw.voxels[1], draw.voxels[1]
-        if draw.maybe(0.3) and how != "other file":
+        if draw.maybe(0.3):
             data.parent.attrs["pxsize"], given.meters = sides[0], in_meters(sides[:1] * 3, ["mm"] * 3)
         elif draw.maybe(0.7):
             data.attrs["element_size_um"], given.meters = sides, in_meters(sides, ["µm"] * 3)
@@ -44,9 +43,6 @@ def hdf5(draw: Draw) -> Given:
         if draw.odd:
             add_junk(h5, data, draw)
             given.meters = UNKNOWN
-    if how == "other file":
-        with h5py.File(file, "w") as h5:
-            h5[place] = h5py.ExternalLink(draw.path("-raw.h5").name, f"/{place}")
     given.path = file if plain else Path(f"{file}:/{place}")
     return given
 

@@ -1,9 +1,7 @@
-"""Runs the commands of `same_results.txt` by the program of a tree and keeps what they give: digests of files, and
-figures, not times. By hand, before and after a change that should change no result:
+"""Runs the commands of `same_results.txt` by the programs of two trees and prints where what they give differs: digests
+of files, and figures, not times. By hand, after a change that should change no result:
 
-    .venv/bin/python tests/campaign/same_results.py run --tree BEFORE --out before.json
-    .venv/bin/python tests/campaign/same_results.py run --tree AFTER --out after.json
-    .venv/bin/python tests/campaign/same_results.py compare before.json after.json
+    .venv/bin/python tests/campaign/same_results.py BEFORE AFTER [names of commands]
 
 A tree is a clone with an environment of its own in `.venv`. Inputs and tiny models are made by this script alone, from
 fixed seeds, and are the same for both.
@@ -11,7 +9,6 @@ fixed seeds, and are the same for both.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -30,8 +27,7 @@ import numpy as np
 import tifffile
 import zarr
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 COMMANDS = Path(__file__).with_suffix(".txt")
 TIMES = ("second", "_s", "time", "started", "wall", "version", "rate", "at", "out", "folder", "run", "path", "report")
 NOT_RESULTS = (".html", ".log", ".lock", ".md", ".yaml", ".bin", ".pt", "trace.json")
@@ -42,6 +38,7 @@ def make_inputs(folder: Path) -> None:
     import torch
     from tiny_pipelines import clip_text, flux_pipeline, sd3_pipeline
 
+    folder.mkdir()
     random = np.random.default_rng(0)
     z, y, x = np.indices((10, 40, 48)) / 8.0
     stack = ((np.sin(z) + np.sin(y) * np.cos(x) + 0.1 * random.standard_normal(z.shape)) * 8000 + 30000).astype("u2")
@@ -60,28 +57,20 @@ def make_inputs(folder: Path) -> None:
     flux_pipeline().save_pretrained(folder / "flux")
 
 
-def run(tree: Path, only: list[str]) -> Iterator[tuple[str, Any]]:
-    """Give, by place, what the commands give: exit codes, digests of results, and figures."""
-    program = tree / ".venv/bin/cocodiff"
+def run(tree: Path, line: str, inputs: Path, folder: Path) -> dict[str, Any]:
+    """Run a command in a new folder. Return its exit code, digests of results, and figures, by their place."""
+    folder.mkdir(parents=True)
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        make_inputs(folder)
-        for name, line in re.findall(r"^([^#\s].*?): *(.*)$", COMMANDS.read_text(), re.MULTILINE):
-            if only and name not in only:
-                continue
-            print(name, line, flush=True)
-            (folder / name).mkdir(exist_ok=True)
-            words = [word.replace("%", str(folder)).replace("@", str(tree)) for word in shlex.split(line)]
-            how: dict[str, Any] = {"cwd": folder / name, "env": env, "text": True, "stdin": subprocess.DEVNULL}
-            done = subprocess.run([program, *words], capture_output=True, **how)
-            print(done.stderr[-2000:] if done.returncode else "", file=sys.stderr, end="")
-            yield f"{name}/rc", done.returncode
-            for path in sorted((folder / name).rglob("*")):
-                place = str(path.relative_to(folder))
-                hidden = "/." in f"/{place}" or place.endswith(NOT_RESULTS)
-                if not hidden and path.is_file():
-                    yield from flat(content(path), place)
+    words = [word.replace("%", str(inputs)).replace("@", str(tree)) for word in shlex.split(line)]
+    how: dict[str, Any] = {"cwd": folder, "env": env, "text": True, "stdin": subprocess.DEVNULL}
+    done = subprocess.run([tree / ".venv/bin/cocodiff", *words], capture_output=True, check=False, **how)
+    print(done.stderr[-2000:] if done.returncode else "", file=sys.stderr, end="")
+    found: dict[str, Any] = {"rc": done.returncode}
+    for path in sorted(folder.rglob("*")):
+        place = str(path.relative_to(folder))
+        if path.is_file() and "/." not in f"/{place}" and not place.endswith(NOT_RESULTS):
+            found |= flat(content(path), place)
+    return found
 
 
 def content(path: Path) -> Any:
@@ -104,23 +93,22 @@ def flat(value: Any, at: str) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    one = verbs.add_parser("run")
-    one.add_argument("--tree", type=lambda path: Path(path).resolve(), default=ROOT)
-    one.add_argument("--only", nargs="*", default=[], help="names of commands")
-    one.add_argument("--out", required=True)
-    verbs.add_parser("compare").add_argument("files", nargs=2)
-    given = parser.parse_args()
-    if given.verb == "run":
-        Path(given.out).write_text(json.dumps(dict(run(given.tree, given.only)), indent=1, default=str))
-        return 0
-    before, after = (json.loads(Path(path).read_text()) for path in given.files)
-    changed = [at for at in sorted({*before, *after}) if before.get(at, "absent") != after.get(at, "absent")]
-    for at in changed:
-        print(f"{at}: {str(before.get(at, 'absent'))[:90]} -> {str(after.get(at, 'absent'))[:90]}")
-    print(f"{len(before)} figures, {len(changed)} differences")
-    return int(bool(changed))
+    *trees, names = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3:]
+    figures = differences = 0
+    with tempfile.TemporaryDirectory() as made:
+        inputs = Path(made, "inputs")
+        make_inputs(inputs)
+        for name, line in re.findall(r"^([^#\s].*?): *(.*)$", COMMANDS.read_text(), re.MULTILINE):
+            if names and name not in names:
+                continue
+            print(name, line, flush=True)
+            before, after = (run(tree, line, inputs, Path(made, str(n), name)) for n, tree in enumerate(trees))
+            changed = [at for at in sorted({*before, *after}) if before.get(at, "absent") != after.get(at, "absent")]
+            for at in changed:
+                print(f"    {at}: {str(before.get(at, 'absent'))[:90]} -> {str(after.get(at, 'absent'))[:90]}")
+            figures, differences = figures + len(before), differences + len(changed)
+    print(f"{figures} figures, {differences} differences")
+    return int(differences > 0)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
+FAULTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text())
 SIGNALS = ("KILL", "STOP", "TERM", "HUP", "INT", "QUIT")
-MESSAGES = ("flipped", "lost")
 OF_DISKS = ("no space", "short write")
 ON_FIRE = "the disk is on fire"
 SLOW_S, HANGS_S = 6.0, 600.0
-PATIENT = {"timeout_s": 60, "stall_timeout_s": 60, "start_timeout_s": 20}
-# Of the runs whose faults are noticed by their silence. A pause is longer, and so is a slow rank's sleep.
-LIMITS = {"STOP": {"timeout_s": 5}, "pause": {"timeout_s": 4}, "slow": {"timeout_s": 4, "stall_timeout_s": 20}}
-LIMITS |= {fault: {"timeout_s": 60, "stall_timeout_s": 8} for fault in ("hang", "lost")}
-# Gloo ends a process that receives a longer message than it awaits: that of a lost one's successor.
-ABORTS = re.compile(r"gloo::EnforceNotMet|rank \d was killed by SIGABRT")
 OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 ADDS, REMOVES = ("open", "os.mkdir"), ("os.remove", "os.rmdir")
 
@@ -47,8 +42,7 @@ def watch_operations(heard: Callable[[str, Any], None]) -> None:
 class Strike:
     """fault: a signal's name or what `__call__` knows. who: "one" rank, all "ranks", the "job" that forked them, or
     "all". mark: a file that is made at the strike, once in a run, with the rank's number. delay_ms: until a signal
-    comes. amount: bytes that a file may have from then on, or the number of the message that goes wrong. inputs: what
-    vanishes."""
+    comes. amount: bytes that a file may have from then on. inputs: what vanishes."""
 
     fault: str
     who: str
@@ -102,22 +96,6 @@ class Strike:
             os.killpg(group, signal.SIGCONT)
             os._exit(0)
 
-    def spoil_messages(self, victim: int) -> None:
-        """Have a checked message of the victim go wrong in each of its groups."""
-        from comm.wrong_messages import spoil
-
-        from cocodiff.comm.checked import CheckedGroup
-
-        made = CheckedGroup.__init__
-
-        def make(group: Any, inner: Any, health: Any) -> None:
-            made(group, inner, health)
-            if self.rank == victim and len(group.ranks) > 1:
-                Path(self.mark).write_text(str(victim))
-                spoil(group, self.fault, (group.index + 1) % len(group.ranks), self.amount)
-
-        CheckedGroup.__init__ = make  # type: ignore[method-assign]
-
     def know_rank(self, at_start: Any = lambda: None) -> None:
         """Learn this process's rank at the moment at which the ranks are to meet. at_start: called then."""
         from cocodiff.engine import engine
@@ -136,18 +114,7 @@ def judge_line(fault: str, victim: int, ranks: int, source: str, code: int, said
     """List what is wrong with the end of a run whose ranks `--ranks` forked: its exit code, and its line. source: the
     input."""
     lines, of_file = said.splitlines(), fault in (*OF_DISKS, "vanished")
-    named = {
-        "KILL": rf"rank {victim} was killed by SIGKILL; \d of {ranks - 1} other ranks noticed and stopped, ",
-        "STOP": rf"rank {victim} (has been silent for|was stopped for more than) ",
-        "STOP ranks": r"rank \d (has been silent for|was stopped for more than|does not answer) ",
-        "TERM": rf"rank {victim} interrupted: interrupted; ",
-        "exception": rf"rank {victim} failed: RuntimeError: {ON_FIRE}; ",
-        # what exits in a thread of zarr's leaves its rank waiting
-        "exit": rf"rank {victim} (left with code|has not gone on from) ",
-        "hang": rf"rank {victim} ",
-        "flipped": rf"rank \d failed: received other bytes than rank {victim} sent to it: ",
-        "lost": rf"rank {victim}( |;)",
-    }
+    named = FAULTS.get(fault, {}).get("said", "nothing at all").format(victim=victim, others=ranks - 1)
     if of_file:
         pattern, right = re.escape(source) if fault == "vanished" else "written|put into", (1, 2)
     elif fault == "exception" and f"cannot be written ({ON_FIRE})" in said:  # what a library raises at a new file
@@ -155,7 +122,7 @@ def judge_line(fault: str, victim: int, ranks: int, source: str, code: int, said
     elif fault.endswith((" all", " job")) or (ranks == 1 and fault != "exception"):
         pattern, right = "^cocodiff: interrupted", (130,)
     else:
-        pattern, right = f"RuntimeError: {ON_FIRE}" if ranks == 1 else named.get(fault, "nothing at all"), (1,)
+        pattern, right = f"RuntimeError: {ON_FIRE}" if ranks == 1 else named, (1,)
     wrong = [] if code in right else [f"ended with {code}, not {right}"]
     traced = fault in ("exception", "exit") and "Traceback" in said
     own = [line for line in lines if line.startswith("cocodiff: ") and not line.startswith("cocodiff: [rank ")]

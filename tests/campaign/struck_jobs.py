@@ -4,9 +4,9 @@ make."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,17 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tifffile
-from campaign.strikes import (
-    ABORTS,
-    LIMITS,
-    MESSAGES,
-    OF_DISKS,
-    PATIENT,
-    SIGNALS,
-    Strike,
-    judge_line,
-    processes_of_session,
-)
+import yaml
+from campaign.strikes import FAULTS, OF_DISKS, SIGNALS, Strike, judge_line, processes_of_session
 from campaign.struck_process import NOTED, STAGES
 from commands.killed_runs import results
 from covering import covering_set
@@ -38,76 +29,49 @@ from cocodiff.jobs.store import PARTIAL, Store
 LIMIT_S = 240.0  # a run that has not ended by then hangs
 FILES = ("create", "write", "put together", "hand over", "publish")
 RESUME = "resume"  # the job is killed, and struck when it goes on
-# A signal goes to one rank, to the process that forked them, or to all.
-OF_SIGNALS = ("KILL", "KILL job", "KILL all", "STOP", "TERM", "TERM job", "HUP", "HUP all", "INT all", "QUIT all")
 OF_ONE = ("KILL", "TERM", "HUP", "INT", *OF_DISKS, "exception", "vanished")  # rank alone
-FAULTS = (*OF_SIGNALS, *OF_DISKS, *MESSAGES, "pause", "exception", "exit", "slow", "hang", "vanished")
+PATIENT = {"timeout_s": 60, "stall_timeout_s": 60, "start_timeout_s": 20}
 
 
 class Kind(NamedTuple):
     """A command with its options. ranks: of a replica; replicas: of the struck run, while others may have one; input:
-    among those of `Jobs`."""
+    among those of `Jobs`; options: further ones, of which one is drawn."""
 
     words: tuple[str, ...]
     ranks: int = 2
     replicas: int = 1
     input: str = "scan.tif"
+    options: tuple[str, ...] = ("",)
 
 
-INPAINT = ("inpaint", "--batch", "1", "--exact_slices", "1")
-GENERATE = ("generate", "--height", "32", "--width", "32", "--prompt", "a", "b", "c")
-VOLUME = ("inpaint", "--samples", "2", "--mask", "holes.tif", "--truth", "volume.tif", "--hidden_test")
-VOLUME += ("--axes", "z", "y")
-COMMANDS = {
-    "inpaint": Kind(INPAINT, 4),
-    "inpaint, one rank": Kind(INPAINT, 1),
-    "inpaint, replicas": Kind(INPAINT, 2, 2),
-    "inpaint, samples": Kind((*INPAINT, "--samples", "3"), 1, 2),
-    "inpaint, quality": Kind((*INPAINT, "--quality", "30dB", "--quality_slices", "1")),
-    "inpaint, displaced": Kind((*INPAINT, "--preset", "coded", "--arrival", "displaced", "--fine_steps", "0")),
-    "inpaint, overwrite": Kind((*INPAINT, "--preset", "flat", "cocodiff", "--overwrite")),
-    "generate": Kind(GENERATE, 4, input="model"),
-    "generate, replicas": Kind(GENERATE, 1, 2, "model"),
-    "generate, quality": Kind((*GENERATE, "--quality", "30dB", "--guidance", "1"), input="model"),
-    "sweep": Kind(("sweep", "--config", "sweep.yaml")),
-    "sweep, replicas": Kind(("sweep", "--config", "sweep.yaml"), 2, 2),
-}
-# On one rank each, which starts quickly.
-ALONE = {
-    "inpaint, one rank": COMMANDS["inpaint, one rank"],
-    "samples": Kind((*INPAINT, "--samples", "3", "--slices", "0:2"), 1),
-    "overwrite": Kind((*INPAINT, "--overwrite"), 1),
-    "volume": Kind(VOLUME, 1, input="volume.tif"),
-    "generate, one rank": Kind(GENERATE, 1, input="model"),
-    "sweep, one rank": Kind(("sweep", "--config", "alone.yaml"), 1),
-}
-FORMATS = ("tiff", "sequence", "zarr", "h5", "npy")
-# By a command's name, further options of which one is drawn: ways to part attention, and formats.
-PRESETS = ("flat", "tapa --chunks 2", "tapa --ring 2", "v_first", "cocodiff+", "ahead --tau 10", "split --chunks 2")
-PARTED = tuple(("--preset", *one.split()) for one in (*PRESETS, "split --ring 2 --chunks 2"))
-OF_FORMATS = tuple(("--format", word) for word in FORMATS)
-OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "inpaint": (*PARTED, *OF_FORMATS),
-    "generate": ((), *(("--preset", preset, "--guidance_parallel", "2") for preset in ("split", "cocodiff"))),
-    **dict.fromkeys(("samples", "overwrite", *(name for name in COMMANDS if name.startswith("inpaint, "))), OF_FORMATS),
-}
+def read_kinds(of_names: dict[str, Any]) -> dict[str, Kind]:
+    return {name: Kind(**about | {"words": tuple(about["words"].split())}) for name, about in of_names.items()}
+
+
+JOBS = yaml.safe_load(Path(__file__).with_name("jobs.yaml").read_text())
+FORMATS, COMMANDS, ALONE = JOBS["formats"], read_kinds(JOBS["commands"]), read_kinds(JOBS["alone"])
+KINDS: dict[str, Kind] = COMMANDS | ALONE
+INPAINT = COMMANDS["inpaint"].words
 
 
 def fits(command: str, fault: str, moment: str) -> bool:
-    kind = {**COMMANDS, **ALONE}[command]
-    alone = kind.ranks * kind.replicas == 1
-    if alone and (fault in ("STOP", "hang", "exit", *MESSAGES) or " " in fault):
+    alone = KINDS[command].ranks * KINDS[command].replicas == 1
+    if alone and (fault in ("STOP", "hang", "exit") or whom_of(fault)[1] != "one"):
         return False
     if moment == "put together" and command.split(", ")[-1] not in ("samples", "quality"):
         return False
-    if fault in MESSAGES:
-        return moment in ("attend", RESUME)
     return fault not in OF_DISKS or moment in (*FILES, RESUME)
 
 
-def choose_all(commands: dict[str, Kind], faults: tuple[str, ...] = FAULTS) -> list[Any]:
+def whom_of(fault: str) -> tuple[str, str]:
+    """Return the name of a fault, and whom it strikes: "one" rank, or what is told behind the name of a signal."""
+    name, _, who = fault.partition(" ")
+    return (name, who or "one") if name in SIGNALS else (fault, "one")
+
+
+def choose_all(commands: dict[str, Kind], faults: Iterable[str] = FAULTS) -> list[Any]:
     """Each two of a command, a fault and a moment that make sense, in any order, which is always the same."""
-    chosen = covering_set([*commands], faults, (*STAGES, RESUME), fits=fits)
+    chosen = covering_set([*commands], [*faults], (*STAGES, RESUME), fits=fits)
     return random.Random(0).sample(chosen, len(chosen))
 
 
@@ -117,11 +81,8 @@ class Jobs:
     def __init__(self, folder: Path) -> None:
         from tiny_pipelines import clip_text, sd3_pipeline
 
-        self.folder, self.inputs, made = folder, folder / "inputs", folder / f"inputs.{os.getpid()}"
-        if self.inputs.exists():
-            return
-        made.mkdir()
-        chance = np.random.default_rng(0)
+        self.folder, self.inputs, chance = folder, folder / "inputs", np.random.default_rng(0)
+        self.inputs.mkdir()
         holes = np.zeros((20, 32, 32), np.uint8)
         holes[4:9, 5:13, 6:15] = 255
         for name, voxels in {
@@ -129,17 +90,16 @@ class Jobs:
             "volume": chance.integers(20000, 40000, holes.shape, dtype=np.uint16),
             "holes": holes,
         }.items():
-            tifffile.imwrite(made / f"{name}.tif", voxels, photometric="minisblack")
-        sd3_pipeline(**clip_text()).save_pretrained(made / "model")
-        (made / "sweep.yaml").write_text("points: [{preset: flat}, {name: coded, preset: coded}]\n")
-        (made / "alone.yaml").write_text("points: [{preset: flat}, {name: other, preset: tapa}]\n")
-        moved(made, self.inputs)
+            tifffile.imwrite(self.inputs / f"{name}.tif", voxels, photometric="minisblack")
+        sd3_pipeline(**clip_text()).save_pretrained(self.inputs / "model")
+        (self.inputs / "sweep.yaml").write_text("points: [{preset: flat}, {name: coded, preset: coded}]\n")
+        (self.inputs / "alone.yaml").write_text("points: [{preset: flat}, {name: other, preset: tapa}]\n")
 
     def job(self, name: object, command: str, *options: str) -> Job:
         return Job(self, name, command, options)
 
     def drawn(self, name: object, command: str, chance: random.Random) -> Job:
-        job = self.job(name, command, *chance.choice(OPTIONS.get(command, ((),))))
+        job = self.job(name, command, *chance.choice(KINDS[command].options).split())
         if "--overwrite" in job.kind.words:
             shutil.copytree(job.whole(), job.out)
         return job
@@ -176,7 +136,7 @@ class Job:
     """A job in a folder of its own, from its first start to its end. wrong: what was not as it should be."""
 
     def __init__(self, jobs: Jobs, name: object, command: str, options: tuple[str, ...] = ()) -> None:
-        self.jobs, self.name, self.command, self.kind = jobs, name, command, {**COMMANDS, **ALONE}[command]
+        self.jobs, self.command, self.kind = jobs, command, KINDS[command]
         self.options, self.folder, self.wrong = options, jobs.folder / f"job {name}", list[str]()
         self.disk, self.temporary = self.folder / "disk", self.folder / "temporary"
         for folder in (self.disk, self.temporary):
@@ -198,36 +158,25 @@ class Job:
     def whole(self) -> Path:
         """The results of the same job when nothing happens to it."""
         name = " ".join(["whole", self.command, *self.options]).replace("-", "")
-        kept = self.jobs.folder / name
-        if not kept.exists():
-            job = Job(self.jobs, f"{name} {os.getpid()}", self.command, self.options)
+        folder = self.jobs.folder / f"job {name}"
+        if not folder.exists():
+            job = self.jobs.job(name, self.command, *self.options)
             done = job.run()
             assert done.code == 0, done.said
             assert not job.wrong and job.noted(), job.wrong
-            moved(job.folder, kept)
-        return kept / "disk" / "out"
+        return folder / "disk" / "out"
 
     def noted(self) -> list[int]:
-        """The batches that were saved, in all starts; one whose file was not on the disk by then is wrong."""
-        notes = [json.loads(line) for line in self.notes.read_text().splitlines()] if self.notes.exists() else []
-        self.wrong += [f"not on the disk when its batch was noted: {names}" for _, names in notes if names]
-        return [number for number, _ in notes]
+        """The batches that were saved, in all starts."""
+        return [*map(int, self.notes.read_text().split())] if self.notes.exists() else []
 
     def strike(self, fault: str, moment: str, chance: random.Random) -> dict[str, Any]:
         """Choose what a run is to do. Early operations are struck more often than late ones, which may not come."""
-        name, _, who = fault.partition(" ") if fault.split()[0] in SIGNALS else (fault, "", "")
+        name, who = whom_of(fault)
         most = {"start": 1, "load": 2, "attend": 60, "create": 12, "write": 30, "publish": 12}.get(moment, 30)
-        short = fault == "short write"
-        strike = Strike(
-            name,
-            who or "one",
-            str(self.mark),
-            delay_ms=chance.choice((0, 0, 1, 3, 10)),
-            amount=chance.choice((4096, 9000, 30000)) if short else chance.randint(1, 60),
-            inputs=str(self.input),
-        )
-        victim = chance.randrange(self.kind.ranks * self.kind.replicas)
-        return {"stage": moment, "number": int(most * chance.random() ** 2), "victim": victim, "strike": asdict(strike)}
+        delay_ms, amount = chance.choice((0, 0, 1, 3, 10)), chance.choice((4096, 9000, 30000))
+        strike = Strike(name, who, str(self.mark), delay_ms, amount, str(self.input))
+        return {"stage": moment, "number": int(most * chance.random() ** 2), "strike": asdict(strike)}
 
     def kill_when_noted(self, count: int) -> None:
         """Have a run killed as soon as so many batches are finished."""
@@ -250,14 +199,12 @@ class Job:
         words += ["--model" if self.kind.input == "model" else "--input", str(self.input), "--quiet"]
         words += ["--steps", "3" if first == "sweep" else "2", "--out", str(self.out)]
         words += ["--replicas", str(replicas), "--ranks", str(self.kind.ranks * replicas)]
-        for name, value in (PATIENT | LIMITS.get(fault, {})).items():
+        for name, value in (PATIENT | FAULTS.get(fault, {}).get("settings", {})).items():
             words += [f"--{name}", str(value)]
-        words += ["--check_messages"] if fault in MESSAGES else []
         if "--resume" in more:
             words = [word for word in words if word != "--overwrite"]
         words = with_options(words, *map(str, more))
-        given = {"temporary": str(self.temporary), "notes": str(self.notes), **(given or {})}
-        given |= {"replicas": replicas, "ignored": bool(ignored)}
+        given = {"temporary": str(self.temporary), "notes": str(self.notes), "ignored": bool(ignored), **(given or {})}
         out, said = (self.folder / name for name in ("stdout", "stderr"))
         process = Started([json.dumps(given), *words], out, said, module="campaign.struck_process", ignored=ignored)
         code = 124
@@ -306,8 +253,6 @@ class Job:
             right = False  # nothing was done to it
         elif killed:
             right = code == -9
-        elif fault == "lost" and ABORTS.search(said):
-            right = code in (1, -6)
         else:
             of_all = fault if who == "one" else f"{fault} {who}"
             self.wrong += judge_line(of_all, rank, ranks, str(self.input), code, said)
@@ -348,11 +293,3 @@ class Job:
         files, expected = ({path.name for path in folder.glob("[!.]*")} for folder in (self.out, whole))
         if files != expected:
             self.wrong.append(f"files {files}, not {expected}")
-
-
-def moved(made: Path, place: Path) -> None:
-    """Put a folder in its place, unless another process was quicker."""
-    try:
-        made.rename(place)
-    except OSError:
-        shutil.rmtree(made)

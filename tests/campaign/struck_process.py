@@ -17,23 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from campaign.strikes import ADDS, MESSAGES, Strike, watch_operations
-from syncs import Syncs
+import yaml
+from campaign.strikes import ADDS, Strike, watch_operations
 
 from cocodiff.jobs.store import Store
 
-NOTED = "jobs.store.Store.add"  # a stage by itself: its odd operations are returns
-# By stage the functions in which operations are counted. Results are created or published in the last ones.
-STAGES = {
-    "start": [],  # before the ranks meet
-    "load": ["harness.session.load_requested"],
-    "attend": ["engine.engine.Engine.attend"],
-    "write": [NOTED],
-    "create": ["jobs.folder.OutputFolder.open", "harness.slices.SliceJob.begin", "harness.sweep.SweepJob.begin"],
-    "put together": ["harness.job.put_together", "harness.job.unpacked"],
-    "hand over": ["harness.slices.SliceJob.complete", "harness.sweep.SweepJob.complete", "harness.session.finish"],
-    "publish": ["jobs.folder.OutputFolder.publish"],
-}
+NOTED = "jobs.store.Store.add"  # the one function of the stage "write": its odd operations are returns
+STAGES: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("jobs.yaml").read_text())["stages"]
 
 
 def count(stage: str, number: int, folder: str, strike: Strike) -> None:
@@ -79,21 +69,17 @@ def replace_function(path: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def observe(notes: Path, alone: bool) -> None:
-    """Note each unit that is done in a file: its number, and what is not on the disk then that this process wrote, as
-    far as it wrote all (`alone`)."""
-    syncs = Syncs()
+def observe(notes: Path) -> None:
+    """Note the number of each unit that is done in a file."""
 
     def noting(add: Callable[..., None]) -> Callable[..., None]:
         def add_and_note(store: Store, number: int, made: Any) -> None:
             add(store, number, made)
-            behind = syncs.behind([store.folder / f"{number}.npz"]) if alone else []
             with notes.open("a") as file:
-                file.write(json.dumps([number, behind]) + "\n")
+                file.write(f"{number}\n")
 
         return add_and_note
 
-    os.fsync = syncs.sync
     replace_function(NOTED, noting)
 
 
@@ -105,12 +91,9 @@ def main() -> int:
     tempfile.tempdir = os.environ["TMPDIR"] = given["temporary"]
     if not given["ignored"]:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and whoever it starts inherits that
-    observe(Path(given["notes"]), alone=given["replicas"] == 1 and "--resume" not in words)
+    observe(Path(given["notes"]))
     if "strike" in given:
         strike = Strike(**given["strike"])
         strike.know_rank(strike if given["stage"] == "start" else lambda: None)
-        if strike.fault in MESSAGES:
-            strike.spoil_messages(given["victim"])
-        else:
-            count(given["stage"], given["number"], str(Path(words[words.index("--out") + 1]).parent), strike)
+        count(given["stage"], given["number"], str(Path(words[words.index("--out") + 1]).parent), strike)
     return cocodiff()

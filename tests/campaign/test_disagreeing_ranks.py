@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import random
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from disagreements import CASES, OWN, Case, run_processes
+from disagreements import OWN, Case, run_processes
 
-SEED, COUNT = map(int, os.environ.get("DISAGREEING", "0 12").split())  # of another seed, or more cases
+SEED, COUNT = map(int, os.environ.get("DISAGREEING", "0 11").split())  # of another seed, or more cases
 TIMEOUT_S = 20.0
 START_S = 60.0  # until the ranks of a case have met, on a busy machine
 LIMITS = {"timeout_s": TIMEOUT_S, "start_timeout_s": START_S, "device": "cpu", "transport": "gloo"}
@@ -29,7 +28,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 CALLS = ("image 3", "image 2", "call", "bytes", "drift", "forget", "new_run")
 LOCAL = ("forget", "new_run")  # say nothing to the others
 KINDS = ("more", "fewer", "order", "steps", "size", "raise", "interrupt", "settings", "parts", "leaves", "again")
-KINDS += ("table",)  # of `disagreements`
 # Errors from inside of the product, where a message was taken for another one.
 INSIDES = re.compile(r"unpack|'dict'|'list'|NoneType|AttributeError|KeyError|TypeError|awaited|gloo")
 
@@ -37,14 +35,11 @@ INSIDES = re.compile(r"unpack|'dict'|'list'|NoneType|AttributeError|KeyError|Typ
 def drawn(number: int, seed: int) -> tuple[str, Case]:
     """Draw the kind and the case of a number."""
     chance = random.Random(f"{seed} {number}")
-    kind, turn = KINDS[number % len(KINDS)], number // len(KINDS)
+    kind = KINDS[number % len(KINDS)]
     settings = {"preset": "tapa"} if kind == "parts" else chance.choice(SETTINGS)
     ranks = chance.choice((2, 4) if kind == "parts" or "ring" in settings else (2, 3, 4))
     where: dict[str, Any] = {"ranks": ranks, "odd": chance.randrange(ranks), "settings": settings | LIMITS}
     where["guided"] = kind == "parts" or chance.random() < 0.4
-    if kind == "table":
-        name = [*CASES][turn % len(CASES)]
-        return name, replace(CASES[name], **where)
     calls = [chance.choice(CALLS) for _ in range(chance.randint(2, 5))]
     calls[chance.randrange(len(calls))] = "image 3"
     at, image = chance.randrange(len(calls)), calls.index("image 3")

@@ -43,7 +43,9 @@ def test_a_job_that_is_struck_ends_rightly(jobs: Jobs, fault: str, moment: str, 
     assert job.struck() is not None and not job.wrong, job.wrong
 
 
-@pytest.mark.parametrize(("command", "names"), [("inpaint, one rank", ("INT", "QUIT")), ("inpaint", ("HUP",))])
+@pytest.mark.parametrize(
+    ("command", "names"), [("inpaint, one rank", ("INT", "QUIT")), ("inpaint, displaced", ("HUP",))]
+)
 def test_a_job_goes_on_where_a_terminals_signals_are_ignored(jobs: Jobs, command: str, names: tuple[str, ...]) -> None:
     """As nohup ignores SIGHUP, and a script's `&` SIGINT and SIGQUIT."""
     job = jobs.job(f"ignored {command}", command)

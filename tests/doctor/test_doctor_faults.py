@@ -45,12 +45,10 @@ PLANES = "plane:{0,3,4,6,8,11},{1,2,5,7,9,10}"
 NODES = read_yaml(Path(__file__).with_name("nodes.yaml"))
 NICS = tuple(Nic(f"cxi{n}", (n // 4,)) for n in range(8))
 Change = Callable[[Facts], Facts]
-ENDS, HANGS, UNKNOWN = (["met", []], []), (["met"], ["rank 0 hangs"]), ([], ["no mpiexec"])  # of a pair's batch
-
-
-def other_sync(value: int, verdict: str) -> Any:
-    """The answer of a job whose CCL_OP_SYNC is another."""
-    return [{f"CCL_OP_SYNC={value}": verdict, "seconds": 0.002, "hidden": 0.7}], []
+LINKS = [LinkTrial("sibling", 2**26, 2, 1e-3), LinkTrial("plane", 2**20, 10, 4e-4), LinkTrial("plane", 2**26, 10, 7e-3)]
+# Facts of which nodes.yaml has the arguments, one or several.
+ONE, SEVERAL = {"overlap": Overlap, "device_trial": DeviceTrial}, {"links": LinkTrial, "issues": CallTiming}
+SEVERAL |= {"alltoalls": AllToAll, "kernel_trials": KernelTrial}
 
 
 def healthy_rank(rank: int, host: str) -> RankFacts:
@@ -72,12 +70,8 @@ def healthy_job(world: int = 12, host_of: Callable[[int], int] = lambda rank: ra
         Overlap(1.0, 1.0, 1.05),
         6,
         [CallTiming("all-to-all", 4096, 22, 1e-4, 2e-4), CallTiming("all-to-all", 2**24, 22, 1e-4, 1e-2)],
-        [
-            LinkTrial("sibling", 2**26, 2, 1e-3),
-            LinkTrial("plane", 2**20, 10, 4e-4),
-            LinkTrial("plane", 2**26, 10, 7e-3),
-        ],
-        pair=ENDS,
+        LINKS,
+        pair=(["met", []], []),
     )
 
 
@@ -105,28 +99,31 @@ def both(*changes: Change) -> Change:
     return lambda job: reduce(lambda job, change: change(job), changes, job)
 
 
+def fact(name: str, value: Any) -> Any:
+    if name in SEVERAL:
+        return [SEVERAL[name](*map(as_tuple, one)) for one in value]
+    return ONE[name](*map(as_tuple, value)) if name in ONE else as_tuple(value)
+
+
+def as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def change_of(of_whom: str, values: dict[str, Any]) -> Change:
+    """Read a change of facts of the `job`, of `all` ranks, or of some, as `rank 4, 6`."""
+    values = {name: fact(name, value) for name, value in values.items()}
+    return job(**values) if of_whom == "job" else ranks(*map(int, re.findall(r"\d+", of_whom)), **values)
+
+
 def changes_of(name: str) -> dict[str, Change]:
-    """Read changes of facts by their names: of the `job`, of `all` ranks, or of some, as `rank 4, 6`."""
-
-    def change(of_whom: str, values: dict[str, Any]) -> Change:
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        return job(**values) if of_whom == "job" else ranks(*map(int, re.findall(r"\d+", of_whom)), **values)
-
-    return {name: both(*starmap(change, told.items())) for name, told in NODES[name].items()}
+    return {name: both(*starmap(change_of, told.items())) for name, told in NODES[name].items()}
 
 
 def two_hosts(host_of: Callable[[int], int]) -> Change:
     return lambda _: healthy_job(24, host_of)
 
 
-def wrong_trials(*at_once: int) -> Change:
-    said = ("rank 3 got other numbers than were sent from [5]",)
-    trials = [AllToAll("bfloat16", 4096, 1e-3, said, number) for number in at_once]
-    return lambda job: replace(job, alltoalls=[*job.alltoalls, *trials])
-
-
 ON_CPU = ranks(**NODES["cpu"])
-SAFE = setting(CCL_OP_SYNC="1", CCL_ATL_SYNC_COLL="1")
 WRONG_KERNEL = KernelTrial("l1_score", "float32", "[1, 70]", 0.5, "differs by more")
 BLOCKED = [CallTiming("all-to-all", size, 22, 9e-4, 1e-3) for size in (4096, 2**20)]
 
@@ -136,26 +133,10 @@ WRONG: dict[str, Change] = {
     "unbound": ranks(sockets=(0, 1), cores=tuple(range(208))),
     "uneven hosts": two_hosts(lambda rank: rank // 11 % 2),
     "round-robin": two_hosts(lambda rank: rank % 2),
-    "more hosts than nodes": lambda job: replace(
-        job, ranks=[replace(r, host=f"x{r.rank // 6}", local_size=6) for r in job.ranks]
-    ),
+    "more hosts than nodes": both(ranks(local_size=6), *(ranks(*range(n, n + 6), host=f"x{n // 6}") for n in (0, 6))),
     "fewer NICs": ranks(nics=NICS[:7]),
     "no NIC of several nodes": both(two_hosts(lambda rank: rank // 12), ranks(nics=())),
-    "wrong numbers": wrong_trials(1, 12),
-    "wrong where calls overlap": wrong_trials(12),
-    "wrong in many cases": wrong_trials(*[1] * 5),
-    "batches that wait": job(pair=HANGS),
-    "wrong bytes in a batch": job(pair=(["met", ["early"]], [])),
-    "batches that wait as asked": job(pair=HANGS, one_by_one=True, messages="batch"),
-    "numbers that CCL_OP_SYNC mends": both(wrong_trials(1), job(pair=([], []), op_sync=other_sync(1, "right"))),
-    "nothing hidden": job(overlap=Overlap(1.0, 2.0, 2.51)),
-    "nothing hidden in safe mode": both(SAFE, job(overlap=Overlap(1.0, 1.0, 2.0))),
-    "slow links": job(links=[LinkTrial("sibling", 2**26, 2, 1e-3), LinkTrial("plane", 2**26, 10, 2e-2)]),
-    "a wrong kernel": ranks(0, kernel_trials=(WRONG_KERNEL,)),
-    "copies that lose their pitch": ranks(3, device_trial=DeviceTrial("SDPA", 0.1, ("transposed",))),
-    "attention that is wrong": ranks(3, 4, device_trial=DeviceTrial("SDPA", 7.5)),
-    "bits that differ": ranks(3, device_trial=DeviceTrial("SDPA", 0.1, (), ("convolutions",))),
-    "a blocked host": job(issues=BLOCKED),
+    **changes_of("tried"),
 }
 
 
@@ -163,20 +144,20 @@ def wrong(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity in (FAULT, WARNING)]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_has_a_remedy_and_makes_a_job_unhealthy_which_no_warning_does(name: str) -> None:
-    findings = examine(WRONG[name](healthy_job()))
-    found = wrong(findings)
-    assert found and is_healthy(findings) is all(one.severity == WARNING for one in found)
-    assert {one.check for one in found}.isdisjoint(one.check for one in findings if one.severity == GOOD)
-    assert name == "memory that nobody knows" or all(one.remedy for one in found)
-
-
 def test_lines_of_all_that_can_be_wrong(snapshot: Callable[[str], None]) -> None:
-    """The severity and the check of each, its values and the remedy; and every check can find something wrong."""
-    found = {name: wrong(examine(change(healthy_job()))) for name, change in WRONG.items()}
-    assert {one.check for of_name in found.values() for one in of_name} == CHECKS.keys()
-    snapshot("\n".join(f"{name}:\n" + "\n".join(table(lines)) for name, lines in found.items()))
+    """The severity and the check of each, its values and the remedy; a fault makes a job unhealthy, which no warning
+    does; and every check can find something wrong."""
+    told, checks = list[str](), set[str]()
+    for name, change in WRONG.items():
+        findings = examine(change(healthy_job()))
+        found = wrong(findings)
+        assert found and is_healthy(findings) is all(one.severity == WARNING for one in found), name
+        assert {one.check for one in found}.isdisjoint(one.check for one in findings if one.severity == GOOD), name
+        assert name == "memory that nobody knows" or all(one.remedy for one in found), name
+        told += [f"{name}:", *table(found)]
+        checks |= {one.check for one in found}
+    assert checks == CHECKS.keys()
+    snapshot("\n".join(told))
 
 
 @pytest.mark.parametrize(
@@ -197,37 +178,21 @@ def test_reports_of_jobs_without_a_fault(job: Facts, snapshot: Callable[[str], N
     snapshot("\n".join(table(findings)))
 
 
-GROWS = setting(PYTORCH_ALLOC_CONF="expandable_segments:True")
 JUST_ENOUGH: dict[str, Change] = {
     **changes_of("just enough"),
-    "batches that wait as believed": job(pair=HANGS, one_by_one=True),
-    "half hidden": job(overlap=Overlap(2.0, 1.0, 2.5)),
-    "calls that return in time": job(issues=[CallTiming("a", 64, 10, 2e-4, 2e-4), CallTiming("a", 64, 1, 1e-3, 2e-3)]),
     "a thread of ranks on the same cores": both(ranks(cores=(4, 5)), setting(OMP_NUM_THREADS="1"), ON_CPU),
-    "copies of a host": both(ranks(library="host memory over mpi"), job(issues=BLOCKED)),
-    "memory that grows where oneCCL does not send it": both(ranks(device="cuda:0", library="nccl"), GROWS),
-    "memory of a CPU that grows": both(ON_CPU, GROWS),
-    "attention at the limit": ranks(3, device_trial=DeviceTrial("SDPA", 1.0)),
+    "memory of a CPU that grows": both(ON_CPU, setting(PYTORCH_ALLOC_CONF="expandable_segments:True")),
 }
 
 
-@pytest.mark.parametrize(
-    ("changed", "severities", "values"),
-    [
-        ({"pair": UNKNOWN}, ["note"], "no mpiexec batch"),
-        ({"pair": UNKNOWN, "one_by_one": True}, ["note"], "no mpiexec alltoall"),
-        ({"op_sync": UNKNOWN}, ["note", "ok"], "no mpiexec CCL_OP_SYNC"),
-        ({"pair": HANGS, "messages": "alltoall"}, ["ok"], "alltoall"),
-        ({"op_sync": other_sync(0, "right")}, ["ok", "ok"], "CCL_OP_SYNC=0: 2.0 70% 1.0 95% FAST=1"),
-        ({"op_sync": other_sync(0, "rank 3 got other numbers")}, ["ok", "ok"], "CCL_OP_SYNC=0: 3 70% 95%"),
-    ],
-)
-def test_what_jobs_of_their_own_found_is_told(changed: dict[str, Any], severities: list[str], values: str) -> None:
+@pytest.mark.parametrize("name", NODES["told"])
+def test_what_jobs_of_their_own_found_is_told(name: str) -> None:
     """A trial that could not be made is a note with its reason, and what is used all the same."""
-    findings = examine(job(**changed)(healthy_job()))
+    told = NODES["told"][name]
+    findings = examine(change_of("job", told["job"])(healthy_job()))
     found = [one for one in findings if one.check == "messages"]
-    assert wrong(findings) == [] and [one.severity for one in found] == severities
-    assert [value for value in values.split() if value not in " ".join(one.text for one in found)] == []
+    assert wrong(findings) == [] and [one.severity for one in found] == told["severities"]
+    assert [value for value in told["values"].split() if value not in " ".join(one.text for one in found)] == []
 
 
 @pytest.mark.parametrize("name", JUST_ENOUGH)
@@ -279,11 +244,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {f"devices/system/cpu/cpu{core}/topology/physical_package_id": str(core // 3) for core in range(6)}
     for number, cores in enumerate(("0-1,2", "3,4-5")):
         card = f"bus/pci/devices/0000:{number}8:00.0"
-        files |= {
-            f"{card}/vendor": facts.INTEL,
-            f"{card}/class": f"{facts.DISPLAY}8000",
-            f"{card}/local_cpulist": cores,
-        }
+        files |= {f"{card}/vendor": facts.INTEL, f"{card}/class": f"{facts.DISPLAY}8000"}
+        files[f"{card}/local_cpulist"] = cores
         files[f"class/cxi/cxi{1 - number}/device/local_cpulist"] = cores
     files["class/cxi/cxi2/device/local_cpulist"] = "1-3"
     files |= {"bus/pci/devices/0000:00:00.0/vendor": facts.INTEL, "bus/pci/devices/0000:00:00.0/class": "0x0c8000"}

@@ -4,7 +4,6 @@ On a simulated library of either habit, whatever is believed of it."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from launching import mpiexec
+from warm import forked
 
 from cocodiff.cli.doctor import command, facts, trials
 from cocodiff.cli.doctor.checks import Finding, examine
@@ -48,10 +48,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread_a_rank"
 
 
 def messages_found(
-    simulated: Any, patch: pytest.MonkeyPatch, each_alone: bool, believed: bool, ranks: int = 2, **values: Any
+    simulated: Any, folder: Path, patch: pytest.MonkeyPatch, each_alone: bool, believed: bool
 ) -> tuple[facts.Facts, list[Finding]]:
     """Rank 0's facts, and the check's findings, on a library that makes a group of each message or not, as the
-    transport believes it does or not. Jobs of their own are processes, in which ranks are threads as they are here."""
+    transport believes it does or not. Jobs of their own are processes, in which ranks are threads as they are here.
+    folder: takes files of their output for so long."""
     from simulated_device.ranks import SimulatedTransport, run_ranks
 
     class Library(SimulatedTransport):
@@ -60,20 +61,21 @@ def messages_found(
     Library.each_alone, Library.one_by_one = each_alone, believed
 
     def work(transport: Any) -> facts.Facts:
-        of_rank = Launch("forked", transport.rank, ranks, transport.rank, ranks)
-        return command.gather(VALUES | LIMITS | values, of_rank, transport)
+        return command.gather(VALUES | LIMITS, Launch("forked", transport.rank, 2, transport.rank, 2), transport)
 
-    tests = str(Path(__file__).parents[1])
-    patch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
-    patch.setenv("SIMULATED_EACH_ALONE", str(int(each_alone)))
-    patch.setattr(command, "python_words", lambda code: launch.python_words(f"import simulated_device.apart; {code}"))
+    def run(words: list[str], env: dict[str, str], timeout: float, **_: Any) -> Any:
+        given = json.dumps(env | {"SIMULATED_EACH_ALONE": str(int(each_alone))}), words[-1]
+        done = forked(*given, folder=folder, module="simulated_device.apart", timeout_s=timeout)
+        return SimpleNamespace(stdout=(done.stdout + done.stderr).encode())
+
+    patch.setattr(command.subprocess, "run", run)
     patch.setattr(facts, "unimported", lambda *_: {})
     patch.setattr(facts, "try_operations", lambda *_: [])
     patch.setattr(trials, "SIDE", 64)  # it computes on one core
     patch.setitem(trials.SIZES, "other", (64, 4096))
     patch.setattr(trials, "ISSUE_BYTES", (4096,))
-    with simulated.devices(ranks) as found:
-        of_all = run_ranks(ranks, work, Library)[0]
+    with simulated.devices(2) as found:
+        of_all = run_ranks(2, work, Library)[0]
     assert found.reports == []
     return of_all, [one for one in examine(of_all) if one.check == "messages"]
 
@@ -89,14 +91,14 @@ def messages_found(
     ],
 )
 def test_trials_tell_how_a_library_takes_batches_and_what_ccl_op_sync_changes(
-    simulated, monkeypatch, each_alone, believed, here, wrong_with, verdict
+    simulated, tmp_path, monkeypatch, each_alone, believed, here, wrong_with, verdict
 ):
     """A batch that both ranks begin with a send hangs the job of its own where each message is a group. Doctor's own
     messages, between streams and to all, are right with either habit. Where `auto` is not what is needed it says so.
     All-to-alls are tried with the other value of CCL_OP_SYNC: what they bring, and how long they take, is told."""
     monkeypatch.setenv("CCL_OP_SYNC", here)
     monkeypatch.setenv("SIMULATED_WRONG", wrong_with)
-    found, (of_pair, of_sync) = messages_found(simulated, monkeypatch, each_alone, believed)
+    found, (of_pair, of_sync) = messages_found(simulated, tmp_path, monkeypatch, each_alone, believed)
     assert found.stopped == "" and found.order == trials.ROUNDS
     assert [set(rank.rates) for rank in found.ranks] == [{"bf16_tflop_s", "launch_us", "wait_us"}] * 2
     assert all(rank.rates["bf16_tflop_s"] > 0 < rank.rates["launch_us"] for rank in found.ranks)
@@ -161,13 +163,7 @@ MORE = {"MPIEXEC_FLAGS": "--no-vni"}  # of PALS' mpiexec
     ("trial", "how", "environment", "started", "sync"),
     [
         ("pair", Launch("mpi", 0, 24, 0, 12), PALS, f"{BY_PALS} -n 2 --ppn 2", "1"),
-        (
-            "op_sync",
-            Launch("mpi", 0, 24, 0, 12),
-            PALS | MORE,
-            "mpiexec --pmi=pmix --envall --no-vni -n 24 --ppn 12",
-            "0",
-        ),
+        ("op_sync", Launch("mpi", 0, 24, 0, 12), PALS | MORE, f"{BY_PALS} --no-vni -n 24 --ppn 12", "0"),
         ("pair", Launch("mpi", 0, 24, 0, 1), {}, "mpiexec -n 2 --ppn 1", None),
         ("op_sync", Launch("mpi", 0, 24, 0, 12), MORE, "mpiexec -n 24 --ppn 12", "1"),
         ("op_sync", Launch("torchrun", 0, 24, 0, 12), {"RANK": "0", "CCL_OP_SYNC": "0"}, "12", "1"),

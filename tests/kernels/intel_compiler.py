@@ -36,30 +36,18 @@ class Usage:
     local: int
 
 
-@dataclass(frozen=True)
-class Ocloc:
-    """The compiler: the words that start it."""
-
-    command: tuple[str, ...]
-
-    def compile(self, spirv: Path, device: str, folder: Path) -> Path:
-        """Return the binary of a file of SPIR-V, in the folder."""
-        words = ["compile", "-file", str(spirv), "-spirv_input", "-device", device]
-        self._run([*words, "-output", spirv.stem, "-out_dir", str(folder)])
-        (found,) = folder.glob(f"{spirv.stem}*.bin")
-        return found
-
-    def usage(self, binary: Path, device: str, folder: Path) -> list[Usage]:
-        """Return what all kernels of a binary take, which is taken apart into an empty folder."""
-        self._run(["disasm", "-file", str(binary), "-dump", str(folder), "-device", device])
-        kernels = yaml.safe_load((folder / ".ze_info").read_text().rstrip("\0"))["kernels"]
-        return [_usage(about) for about in kernels if about["name"].startswith(PREFIX)]
-
-    def _run(self, words: list[str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-        words = [*self.command, *words]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, errors="replace")
-        assert done.returncode == 0, done.stdout + done.stderr
+def run_ocloc(*words: object) -> None:
+    """Run the compiler in the folder $COCODIFF_OCLOC, with the C library that it was built against, which is newer than
+    most systems'."""
+    root = Path(os.environ[OCLOC]).resolve() / "system"
+    programs = sorted((root / "usr/bin").glob("ocloc-*"))
+    assert (root / "ready").exists() and programs, f"no ocloc in {root.parent}: {Path(__file__).with_name('ocloc')}"
+    libraries = root / LIBRARIES
+    command = [libraries / "ld-linux-x86-64.so.2", "--library-path", libraries, programs[-1], *words]
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    how: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "errors": "replace"}
+    done = subprocess.run([*map(str, command)], env=environment, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _usage(about: dict[str, Any]) -> Usage:
@@ -67,24 +55,9 @@ def _usage(about: dict[str, Any]) -> Usage:
     execution = about["execution_env"]
     buffers = about.get("per_thread_memory_buffers", ())
     private = sum(buffer["size"] for buffer in buffers if buffer["usage"] != "single_space")
-    return Usage(
-        about["name"].removeprefix(PREFIX),
-        execution["simd_size"],
-        execution["grf_count"],
-        execution.get("spill_size", 0),
-        max(private, execution.get("private_size", 0)),
-        execution.get("slm_size", 0),
-    )
-
-
-def find_ocloc() -> Ocloc:
-    """Return the compiler in the folder $COCODIFF_OCLOC. It is run with the C library that it was built against, which
-    is newer than most systems'."""
-    root = Path(os.environ[OCLOC]).resolve() / "system"
-    programs = sorted((root / "usr/bin").glob("ocloc-*"))
-    assert (root / "ready").exists() and programs, f"no ocloc in {root.parent}: {Path(__file__).with_name('ocloc')}"
-    libraries = root / LIBRARIES
-    return Ocloc((str(libraries / "ld-linux-x86-64.so.2"), "--library-path", str(libraries), str(programs[-1])))
+    spill, private = execution.get("spill_size", 0), max(private, execution.get("private_size", 0))
+    own = execution["simd_size"], execution["grf_count"], spill, private, execution.get("slm_size", 0)
+    return Usage(about["name"].removeprefix(PREFIX), *own)
 
 
 def spirv_of(source: str, folder: Path) -> list[Path]:
@@ -101,14 +74,19 @@ def spirv_of(source: str, folder: Path) -> list[Path]:
     return found
 
 
-def compile_native(source: str, device: str, ocloc: Ocloc, folder: Path) -> list[Usage]:
+def compile_native(source: str, device: str, folder: Path) -> list[Usage]:
     """Compile SYCL source for a device and return what each kernel takes of it. folder: an empty one, where the
     binaries are left, each beside a folder of its parts."""
     usage: list[Usage] = []
     for spirv in spirv_of(source, folder):
         apart = folder / spirv.stem
         apart.mkdir()
-        usage += ocloc.usage(ocloc.compile(spirv, device, folder), device, apart)
+        made = "-output", spirv.stem, "-out_dir", folder
+        run_ocloc("compile", "-file", spirv, "-spirv_input", "-device", device, *made)
+        (binary,) = folder.glob(f"{spirv.stem}*.bin")
+        run_ocloc("disasm", "-file", binary, "-dump", apart, "-device", device)
+        kernels = yaml.safe_load((apart / ".ze_info").read_text().rstrip("\0"))["kernels"]
+        usage += [_usage(about) for about in kernels if about["name"].startswith(PREFIX)]
     return usage
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,8 @@ def test_ranks_that_start_together_wait_for_the_first_alone(before, keeps, sycl_
     ranks = [copy(sycl_on_cpu.library) for _ in range(12)]
     for rank in ranks:
         rank.folder = tmp_path
-    threads = [threading.Thread(target=build, args=(rank, "a device")) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(12) as threads:
+        [*threads.map(lambda rank: build(rank, "a device"), ranks)]
     first = 2 if keeps else 1
     assert len(set(compiled[:first])) == 1 and len(compiled) == first + 11
     assert {*beside[:first]} == {1} and max(beside) > 1

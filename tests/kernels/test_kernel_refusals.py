@@ -14,9 +14,12 @@ from cocodiff.kernels.residual import NOTES, Candidates, Prediction, Reconstruct
 
 X_BLHD, CODE_BLHW = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 5, dtype=torch.uint8)
 LAST, NOTES_N = Reconstructions(torch.zeros_like(X_BLHD)), torch.zeros(NOTES, dtype=torch.int64)
-INDEX = torch.tensor([2])  # of tensors with different numbers of rows
-AMONG = Candidates.of_sets([torch.arange(4).view(1, 2, 2)], INDEX.device)
+AMONG = Candidates.of_sets([torch.arange(4).view(1, 2, 2)], X_BLHD.device)
 ORDER, ACTIVE = RowOrder(torch.arange(4), torch.tensor([3]), torch.zeros(2, 4).long()), torch.zeros(5).byte()
+
+
+def row(index: float, rows: int = 3) -> Rows:
+    return Rows(torch.zeros(rows, 1, 2), torch.tensor([index]))
 
 
 def encoded(s: SyclOps, known: Reconstructions = LAST, bits: int = 4, notes_N: torch.Tensor = NOTES_N) -> None:
@@ -34,6 +37,7 @@ def losslessly(s: SyclOps, x_BLHD: torch.Tensor) -> None:
         (lambda s: s.l1_score(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)), "reference is [1, 2, 3, 5]"),
         (lambda s: s.l1_score(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).half()), "reference is torch.float16"),
         (lambda s: s.l1_score(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)), "3 dimensions"),
+        (lambda s: s.l1_score(X_BLHD, X_BLHD.to("meta")), "is on meta"),
         (lambda s: s.choose(torch.zeros(4), AMONG, 1.5, 0.0), "share of 1.5"),
         (lambda s: s.choose(torch.zeros(4), AMONG, None, 0.5), "two columns"),
         (lambda s: s.choose(torch.zeros(4).half(), AMONG, 0.5, 0.0), "float16"),
@@ -46,12 +50,7 @@ def losslessly(s: SyclOps, x_BLHD: torch.Tensor) -> None:
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 5), None, None, (), "none"), "5 numbers"),
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 4), None, None, (torch.zeros(2, 4),), "pairs"), "1 rotary"),
         (lambda s: s.qk_norm_rope(torch.zeros(1, 2, 3, 4), torch.zeros(3), 1e-6, (), "none"), "weight is [3]"),
-        (
-            lambda s: s.merge_partials(
-                torch.zeros(1, 2, 3, 4), torch.zeros(2), torch.zeros(1, 2, 3, 4), torch.zeros(2)
-            ),
-            "lse is [2], not [1, 2, 3]",
-        ),
+        (lambda s: s.merge_partials(X_BLHD, torch.zeros(2), X_BLHD, torch.zeros(2)), "lse is [2], not [1, 2, 3]"),
         (lambda s: s.pack([[torch.zeros(4, dtype=torch.int32)]], [torch.zeros(4, dtype=torch.int32)]), "no kernel"),
         (lambda s: s.pack([[torch.zeros(4).half()]], [torch.zeros(4)]), "float16, not torch.float32"),
         (lambda s: s.pack([[torch.zeros(9)]], [torch.zeros(8)]), "9 numbers"),
@@ -61,13 +60,10 @@ def losslessly(s: SyclOps, x_BLHD: torch.Tensor) -> None:
         (lambda s: s.pack([[torch.zeros(1, 1, 1, 1, 4)]], [torch.zeros(4)]), "5 dimensions"),
         (lambda s: s.unpack([torch.zeros(4)], [torch.zeros(5)]), "[4] for a target of [5]"),
         (lambda s: s.unpack([torch.zeros(4, 2)], [torch.zeros(1, 2).expand(4, 2)]), "expanded"),
-        (lambda s: s.gather_pack([[Rows(torch.zeros(3, 1, 2), torch.tensor([3]))]], [torch.zeros(2)]), "3 to 3 for 3"),
-        (
-            lambda s: s.gather_pack([[Rows(torch.zeros(rows, 1, 2), INDEX) for rows in (3, 2)]], [torch.zeros(4)]),
-            "2 to 2 for 2",
-        ),
-        (lambda s: s.gather_pack([[Rows(torch.zeros(3, 1, 2), torch.tensor([-1]))]], [torch.zeros(2)]), "-1"),
-        (lambda s: s.gather_pack([[Rows(torch.zeros(3, 1, 2), torch.tensor([1.0]))]], [torch.zeros(2)]), "int64"),
+        (lambda s: s.gather_pack([[row(3)]], [torch.zeros(2)]), "3 to 3 for 3"),
+        (lambda s: s.gather_pack([[row(2), row(2, 2)]], [torch.zeros(4)]), "2 to 2 for 2"),
+        (lambda s: s.gather_pack([[row(-1)]], [torch.zeros(2)]), "-1"),
+        (lambda s: s.gather_pack([[row(1.0)]], [torch.zeros(2)]), "int64"),
         (lambda s: s.scatter_rows([torch.zeros(2, 1, 2)], torch.tensor([0, 9]), [torch.zeros(3, 1, 2)]), "9 for 3"),
         (lambda s: s.scatter_rows([torch.zeros(2, 1, 2)], torch.tensor([0]), [torch.zeros(3, 1, 2)]), "1 places"),
         (partial(encoded, bits=3), "3 bits: choose from 2, 4, 8"),

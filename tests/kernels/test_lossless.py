@@ -9,7 +9,7 @@ import torch
 from cocodiff_sycl.parts import Cut, most_bytes, stream_places
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_helpers import TORCH, forms, placed, quick, seeds
+from kernel_helpers import TORCH, forms, placed, quick, same_as_torch, seeds
 from torch import Tensor
 
 from cocodiff.kernels import Kernels
@@ -62,32 +62,33 @@ def known_of(last: Tensor, before: Tensor, form: str, what: str, factor: float) 
     return Known(before, last, before, factor) if what == "two" else Known(before, last)
 
 
-def there_and_back(there, back, given, cut: Cut, factor: float, room: int, form: str, what: str):
-    """Streams, lengths and what is needed, of one implementation; and what both ends know then, of which the other one
-    decodes. room: bytes for a token and head of the first part, of what is needed."""
+def arguments_of(given, cut: Cut, factor: float, room: int, form: str, what: str):
+    """What `there_and_back` takes. room: bytes for a token and head of the first part, of what is needed."""
     x, last, before = given
-    B, T, H, D = shape = x.shape
-    ends = [known_of(last, before, form, what, factor) for _ in range(2)]
-    cells = cut.cells(shape)
+    width = max(least_room(x.shape[-1]), min(room, 2 * x.shape[-1]))
+    code = torch.full((*x.shape[:3], width), 7, dtype=torch.uint8)
+    return placed(x, form), [known_of(last, before, form, what, factor) for _ in range(2)], cut, code
+
+
+def there_and_back(ops, x: Tensor, ends: list[Known], cut: Cut, code: Tensor):
+    """Streams, lengths and what is needed; and both ends know the tensor then, bit by bit."""
+    cells, D, width = cut.cells(x.shape), x.shape[-1], code.shape[-1]
     places = stream_places(cells, D)
     streams, needed_1 = torch.full((places[-1],), 255, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     lengths_N, found_N = (torch.full((len(cells),), -1) for _ in range(2))
-    there.encode_lossless(placed(x, form), ends[0], cut, streams, lengths_N, needed_1)
-    width = max(least_room(D), min(room, 2 * D))
-    code = torch.full((B, T, H, width), 7, dtype=torch.uint8)
+    ops.encode_lossless(x, ends[0], cut, streams, lengths_N, needed_1)
+    whole = [streams[place : place + length] for place, length in zip(places, lengths_N.tolist(), strict=False)]
     rests = []
-    for number, part in enumerate(code.view(-1).split_with_sizes([count * width for count in cells])):
-        stream = streams[places[number] : places[number] + int(lengths_N[number])]
-        room_here = room_of(cells[number], width)
+    parts = code.view(-1).split_with_sizes([count * width for count in cells])
+    for part, stream, count in zip(parts, whole, cells, strict=True):
+        room_here = room_of(count, width)
         part[: min(len(stream), room_here)] = stream[:room_here]
         rests.append(stream[room_here:])
-    found = back.stream_lengths(code, cut, x, found_N)
+        assert len(stream) <= most_bytes(count, D) and len(stream) * PARTS <= int(needed_1) * count
+    found = ops.stream_lengths(code, cut, x, found_N)
     assert torch.equal(found_N, lengths_N)
-    back.decode_lossless(code, torch.cat(rests), found_N, found, ends[1], cut)
+    ops.decode_lossless(code, torch.cat(rests), found_N, found, ends[1], cut)
     assert all(torch.equal(bits_of(end.written), bits_of(x)) for end in ends)
-    whole = [streams[place : place + length] for place, length in zip(places, lengths_N.tolist(), strict=False)]
-    for length, count in zip(lengths_N.tolist(), cells, strict=True):
-        assert length <= most_bytes(count, D) and length * PARTS <= int(needed_1) * count
     return whole, lengths_N, needed_1
 
 
@@ -106,30 +107,21 @@ of_tensors = {
 @quick
 def test_tensors_come_back_as_they_were(shape, dtype, kind, dim, factor, room, seed, what):
     given, cut = case(shape, dtype, kind, seed), cut_of(shape, dim, seed)
-    there_and_back(TORCH, TORCH, given, cut, factor, room, "contiguous", what)
-
-
-def check_streams(sycl, *how) -> None:
-    """What either writes the other one reads, and both write the same."""
-    (theirs, *their_counts), (ours, *our_counts) = (
-        there_and_back(*ends, *how) for ends in ((TORCH, sycl), (sycl, TORCH))
-    )
-    for one, other in zip([*theirs, *their_counts], [*ours, *our_counts], strict=True):
-        assert torch.equal(one, other)
+    there_and_back(TORCH, *arguments_of(given, cut, factor, room, "contiguous", what))
 
 
 @given(shape=shapes, form=forms, **of_tensors)
 @quick
 def test_streams_have_the_same_bits(sycl, shape, dtype, kind, dim, factor, room, seed, form, what):
     given, cut = case(shape, dtype, kind, seed), cut_of(shape, dim, seed)
-    check_streams(sycl, given, cut, factor, room, form, what)
+    same_as_torch(sycl, there_and_back, *arguments_of(given, cut, factor, room, form, what))
 
 
 @pytest.mark.full
 def test_large_blocks_have_the_same_streams(sycl):
     """Of more tiles than a launch adds up by itself where each begins."""
     given, cut = case((1, 1100, 31, 128), torch.bfloat16, "mixed", 0), Cut(1, (1090, 0, 10))
-    check_streams(sycl, given, cut, 0.5, 90, "contiguous", "two")
+    same_as_torch(sycl, there_and_back, *arguments_of(given, cut, 0.5, 90, "contiguous", "two"))
 
 
 @pytest.mark.parametrize(("channels", "path"), [(20, "torch"), (24, "sycl")])
@@ -137,5 +129,5 @@ def test_heads_of_odd_sizes_are_torchs(sycl_on_cpu, channels, path):
     noted = []
     kernels = Kernels("sycl", lambda op, path: noted.append((op, path)))
     given, cut = case((1, 4, 2, channels), torch.bfloat16, "near", 0), Cut(1, (4,))
-    there_and_back(kernels, kernels, given, cut, 0.5, 30, "contiguous", "two")
+    there_and_back(kernels, *arguments_of(given, cut, 0.5, 30, "contiguous", "two"))
     assert noted == [(op, path) for op in ("encode_lossless", "stream_lengths", "decode_lossless")]

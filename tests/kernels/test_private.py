@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cocodiff_sycl import private
@@ -100,10 +101,7 @@ def test_a_user_without_a_home_is_told(monkeypatch):
     for name in ("COCODIFF_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     with pytest.raises(Unavailable, match="no home folder to keep kernels in: set HOME or COCODIFF_CACHE"):
         runtime_and_folder()
 

@@ -80,15 +80,7 @@ def test_changes_are_noted_as_torch_notes_them(sycl: SyclOps, shape, dtype, seed
     assert distance(last, x) == 0
 
 
-def continued(
-    ops,
-    code_BLHW: Tensor,
-    ends: list[Reconstructions],
-    factor: float | None,
-    bits: int,
-    further: float,
-    outs: list[Tensor],
-) -> None:
+def continued(ops, code_BLHW: Tensor, ends: list[Reconstructions], factor, bits, further, outs: list[Tensor]) -> None:
     """What is decoded stays as it is without, and is continued as from two reconstructions."""
     newest = ends[0].last.clone()
     ops.decode_residual(code_BLHW, ends[0], factor, bits, Onward(further, outs[0]))
@@ -145,10 +137,8 @@ def test_scales_at_their_edges(sycl: SyclOps, bits):
     x_BLHD = torch.rand(1, len(largest), 1, GROUP, generator=torch.Generator().manual_seed(1)) * 2 - 1
     x_BLHD[0, :, 0, 0] = 1
     x_BLHD *= largest[None, :, None, None]
-    ends, code_BLHW = (
-        [Reconstructions(torch.zeros_like(x_BLHD)) for _ in range(2)],
-        torch.zeros(1, len(largest), 1, coded_width(GROUP, bits), dtype=torch.uint8),
-    )
+    ends = [Reconstructions(torch.zeros_like(x_BLHD)) for _ in range(2)]
+    code_BLHW = torch.zeros(1, len(largest), 1, coded_width(GROUP, bits), dtype=torch.uint8)
     notes_N = torch.zeros(NOTES, dtype=torch.int64)
     same_as_torch(sycl, there_and_back, x_BLHD, ends, Prediction(), bits, code_BLHW, notes_N)
 
@@ -172,17 +162,12 @@ def test_finite_tensors_stay_finite(kind, dtype, bits):
     start, drift = (random_BLHD(seed, (1, 3, 2, 40), torch.float32) for seed in (1, 2))
     steps = [ILL_CONDITIONED[kind](start + 0.1 * step * drift, step).clamp(-most, most).to(dtype) for step in range(8)]
     for factor in (None, 2.0):
-        ends = [steps[0], steps[0].clone()]
+        ends, how = [steps[0], steps[0].clone()], Prediction(factor or 0.0, factor is not None)
         for x_BLHD in steps[1:]:
             code_BLHW = torch.empty(1, 3, 2, coded_width(40, bits), dtype=torch.uint8)
-            notes_N, out_BLHD, how = (
-                torch.zeros(NOTES, dtype=torch.int64),
-                torch.empty_like(x_BLHD),
-                Prediction(factor or 0.0, factor is not None),
-            )
-            TORCH.encode_residual(
-                x_BLHD, Reconstructions(*(end.clone() for end in ends)), how, bits, code_BLHW, notes_N
-            )
+            notes_N, out_BLHD = torch.zeros(NOTES, dtype=torch.int64), torch.empty_like(x_BLHD)
+            sender = Reconstructions(*(end.clone() for end in ends))
+            TORCH.encode_residual(x_BLHD, sender, how, bits, code_BLHW, notes_N)
             TORCH.decode_residual(code_BLHW, Reconstructions(*ends), factor, bits, Onward(1.0, out_BLHD))
             ends.reverse()
             assert bool(ends[0].isfinite().all()) and bool(out_BLHD.isfinite().all())

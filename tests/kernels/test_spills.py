@@ -10,22 +10,22 @@ import re
 import pytest
 from cocodiff_sycl.build import kernel_source
 from cocodiff_sycl.library import GPU_LANES
-from cost_report import Row, hot_loop
-from intel_compiler import OCLOC, Usage, compile_native, find_ocloc
+from cost_report import cost_of, hot_loop
+from intel_compiler import OCLOC, compile_native
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(OCLOC not in os.environ, reason=f"no {OCLOC}: tests/kernels/ocloc FOLDER fetches Intel's compiler")
 def test_no_kernel_spills_on_the_device(tmp_path):
     """All kernels of all dtypes, at the width that is launched. The CPU device never shows this."""
-    usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", find_ocloc(), tmp_path)
+    usage = compile_native(kernel_source(GPU_LANES, gpu=True), "pvc", tmp_path)
     assert {one.name for one in usage} == set(re.findall(r"^KERNEL\((\w+)\)", kernel_source(GPU_LANES), re.MULTILINE))
     assert {one.simd for one in usage} == {GPU_LANES} and {one.registers for one in usage} == {128}
     assert not {one.name: (one.spill, one.private) for one in usage if one.spill or one.private}
 
 
-def test_the_report_counts_the_loop_that_moves_the_most_bytes():
-    """A block message of 256 bytes and one of 16 lanes, 4 bytes each; a square root takes four cycles, waiting none."""
+def test_the_report_counts_the_instructions_of_the_innermost_loop():
+    """A square root takes four cycles, waiting none. A MB of 16-bit numbers are 3906 passes of 128."""
     assembly = """L0:
 (W)     send.ugm (1|M0)          r1       r2      null:0  0x0  0x0 // wr:1+0, rd:1; load.ugm.d32x16t.a32.ca.ca.bti[255]
 L8:
@@ -38,8 +38,6 @@ L8:
 (W&f0.0) jmpi                                L8
         mov (16|M0)              r1.0<1>:f     0:w
 """
-    loop = hot_loop(assembly)
-    assert (loop.bytes, loop.wide_bytes, loop.cycles) == (256 + 64, 256 + 64, 1 + 2 + 4 + 1)
-    row = Row(Usage("a", 16, 128, 0, 0, 0), loop, numbers=128, moved=512, itemsize=2)
-    traffic, instructions = row.seconds(256e6)
-    assert traffic == pytest.approx(512e6 / 1e12) and instructions == pytest.approx(8e6 / (448 * 1.6e9))
+    assert hot_loop(assembly) == 1 + 2 + 4 + 1
+    told = cost_of("merge_bf16_bf16", 800)
+    assert told == "100.0 instructions a number; us/MB: traffic 3.00, these 4.36"

@@ -46,7 +46,7 @@ NAME = "sim"
 EXTENSION = "simulated_device_extension"
 SOURCES = [Path(__file__).parent / name for name in ("runtime.h", "runtime.cpp", "backend.cpp")]
 FLAGS = ["-O1", "-g0"]
-GIB = 2**30
+DELAY_US, GIB = 2000, 2**30
 
 
 def _build() -> Any:
@@ -165,7 +165,6 @@ def devices(
     *,
     strict: bool = False,
     delayed: float = 0.0,
-    delay_us: int = 2000,
     seed: int = 0,
     wandering: str = "",
     pitch_lost: bool = False,
@@ -173,7 +172,7 @@ def devices(
 ) -> Iterator[Devices]:
     """So many devices; outside of it there are none, for whoever looks for an accelerator.
 
-    delayed: the part of the operations that start late, by up to `delay_us`, as `seed` says. wandering: "always", or
+    delayed: the part of the operations that start late, by up to 2 ms, as `seed` says. wandering: "always", or
     "unless deterministic" (by `torch.backends.mkldnn.deterministic`): the last bits of matrix products, convolutions
     and attention are others each time. pitch_lost: copies of strided tensors on a device are wrong. lines: reports name
     the lines of files whose path contains it; "" for none."""
@@ -183,7 +182,7 @@ def devices(
         with contextlib.suppress(RuntimeError):
             _extension.synchronize(device.index)
     _extension.take_reports()
-    _extension.set(delayed, delay_us, seed, strict, wandering, pitch_lost, lines)
+    _extension.set(delayed, DELAY_US, seed, strict, wandering, pitch_lost, lines)
     try:
         yield found
         for device in found:

@@ -1,11 +1,14 @@
-"""Doctor's jobs of their own on simulated devices: importing this has their ranks be threads of the job's process.
+"""Doctor's jobs of their own on simulated devices, whose ranks are threads of the job's process: `warm.forked(...,
+module=...)` runs this, with the job's environment as JSON and its line of Python.
 
 SIMULATED_EACH_ALONE=1: the library makes a group of each message. SIMULATED_WRONG: with this value of CCL_OP_SYNC it
 brings wrong bytes."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -31,8 +34,6 @@ class Wrong:
 
 class Transport(SimulatedTransport):
     library = "xccl"
-    each_alone = os.environ.get("SIMULATED_EACH_ALONE") == "1"
-    around = Wrong if os.environ.get("SIMULATED_WRONG") == os.environ.get("CCL_OP_SYNC", "0") else None
 
 
 def on_threads(ranks: int, *arguments: Any) -> int:
@@ -41,7 +42,11 @@ def on_threads(ranks: int, *arguments: Any) -> int:
     return 0
 
 
-command.run_ranks = on_threads  # type: ignore[assignment]
-if not Transport.each_alone:
-    command.PAIR_S = 60.0  # on a machine that is busy
-trials.SIDE, trials.SIZES["other"] = 64, (64, 4096)  # it computes on one core
+def main() -> None:
+    os.environ.update(json.loads(sys.argv[1]))
+    Transport.each_alone = os.environ["SIMULATED_EACH_ALONE"] == "1"
+    Transport.around = Wrong if os.environ["SIMULATED_WRONG"] == os.environ.get("CCL_OP_SYNC", "0") else None
+    command.run_ranks = on_threads  # type: ignore[assignment]
+    command.PAIR_S = 2.0 if Transport.each_alone else 60.0  # a batch that never ends, or a machine that is busy
+    trials.SIDE, trials.SIZES["other"] = 64, (64, 4096)  # it computes on one core
+    exec(sys.argv[2])
