@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cocodiff.config.errors import UserError
 
@@ -38,17 +38,21 @@ STEP, STEP_SIZE = ("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_STEP_NUM_TASKS", "S
 OF_LAUNCHERS = re.compile(  # variables by which a process recognises that it is a launcher's rank
     f"(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|{RANKS}$"
 )
+STARTED = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}  # kinds, in words
 EMULATED = "COCODIFF_EMULATED"  # variable that describes an emulated machine to its ranks, as JSON
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The addresses by which ranks that this program has forked find each other."""
+class Contact(NamedTuple):
+    """The result of the ranks' first contact: what a rank needs to connect to the watch, which notices lost ranks."""
 
-    store_file: str  # path of the file of torch.distributed's store
-    port: int  # port at which rank 0 listens for the others' heartbeats, to notice lost ranks
-    key: str  # the run's secret, which a rank shows when it connects to that port
-    listener: socket.socket | None = None  # the socket that listens there, on rank 0
+    rank: int  # number of this rank
+    size: int  # number of ranks
+    address: tuple[str, int]  # host and port of the watch, which is on rank 0
+    key: str  # the run's secret, by which the watch knows its ranks
+    listener: socket.socket | None  # listening socket of the watch, on rank 0
+    store: Any  # torch.distributed's store, or the path of its file; None if there is none yet
+    interface: str = ""  # address that rank 0 listens on; "" on other ranks
+    on_loopback: bool = True  # True if the watch has a loopback address, so that all ranks are on one host
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Launch:
     size: int | None = 1  # number of ranks of the whole run; None if an MPI launcher does not set it
     local_rank: int = 0  # index among the ranks of this node
     local_size: int | None = None  # number of ranks on this node; None if unknown
-    meeting: Meeting | None = None  # addresses by which forked ranks find each other; None for others
+    meeting: Contact | None = None  # of forked ranks, which need no first contact; None for others
     guessed: bool = False  # True if the size assumes the same number of ranks on every node of the job
     cause: int | None = None  # descriptor of a file that takes the end of the rank by which a job fails
 
@@ -70,15 +74,14 @@ class Launch:
         return not self.rank
 
 
-def detect(environment: Mapping[str, str] | None = None) -> Launch:
+def detect(env: Mapping[str, str] = os.environ) -> Launch:
     """Return the launch that environment variables show: torchrun's, MPI's, srun's or none.
 
     Raise UserError if they have no valid rank.
 
     Args:
-        environment: the variables; by default those of this process.
+        env: the environment variables; by default those of this process.
     """
-    env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         rank, size = _number(env, ("RANK",)), _number(env, ("WORLD_SIZE",))
         if rank is None or size is None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cocodiff.comm.launch import Launch, Meeting
+from cocodiff.comm.launch import Contact, Launch
 from cocodiff.comm.mpi_start import count_ranks
 from cocodiff.comm.peers import BEAT_S, Limits
 from cocodiff.config.config import Config
@@ -298,9 +298,9 @@ def _fork(alone: Launch, ranks: int, run: RunRank, left: Callable[[], str], conf
     children: dict[int, int] = {}
     with closing(_Notes(ranks)) as notes, stop_requests() as stop:
         listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
-        port, key = listener.getsockname()[1], secrets.token_hex(8)
+        address, key, store = listener.getsockname(), secrets.token_hex(8), f"/proc/self/fd/{notes.store}"
         for rank in range(ranks):
-            meeting = Meeting(f"/proc/self/fd/{notes.store}", port, key, None if rank else listener)
+            meeting = Contact(rank, ranks, address, key, None if rank else listener, store)
             launch = Launch("forked", rank, ranks, rank, ranks, meeting)
             try:
                 pid = fork(partial(_child, launch, run, notes, listener), signal.default_int_handler)
