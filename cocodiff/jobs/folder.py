@@ -169,11 +169,7 @@ class OutputFolder:
         check_place(out, self.final)
         with refusing(self.out):
             if self._lock_file.is_file() and self.finished is None:  # fail before a run is prepared
-                lock = os.open(self._lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    self._lock(lock, fcntl.LOCK_SH)
-                finally:
-                    os.close(lock)
+                os.close(self._opened_lock(os.O_RDONLY, fcntl.LOCK_SH))
             self._check_leftover()
             self._check_free()
 
@@ -308,18 +304,30 @@ class OutputFolder:
         free when the run's last process has ended.
         """
         while True:
-            lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            try:
-                self._lock(lock, fcntl.LOCK_EX)
-            except BaseException:
-                os.close(lock)
-                raise
+            lock = self._opened_lock(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):  # its last owner may have removed it meanwhile
                 if os.path.samestat(os.fstat(lock), self._lock_file.stat()):
                     os.truncate(lock, 0)
                     os.pwrite(lock, _named(os.getpid()).encode(), 0)
                     return lock
             os.close(lock)
+
+    def _opened_lock(self, flags: int, kind: int) -> int:
+        """Open the lock file of the folder of results, lock it, and return its descriptor.
+
+        Raise UserError if another run has it locked.
+
+        Args:
+            flags: those of `os.open`
+            kind: fcntl.LOCK_EX to own the folder, fcntl.LOCK_SH to test it
+        """
+        lock = os.open(self._lock_file, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(lock, kind)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
 
     def _lock(self, lock: int, kind: int) -> None:
         """Lock the open lock file of the folder of results. Raise UserError if another run has it locked.

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from cocodiff.config.errors import OwnRankError
+from cocodiff.config.files import available_memory
 
 T = TypeVar("T")
 IPEX = "intel_extension_for_pytorch"
@@ -128,7 +128,7 @@ def free_memory(device: torch.device, ranks: int) -> int | None:
         ranks: number of ranks on the node.
     """
     if device.type == "cpu":
-        available = _meminfo("MemAvailable")
+        available = available_memory()
         return None if available is None else available // ranks
     module = torch.get_device_module(device)
     allocated, reserved = module.memory_allocated(device), module.memory_reserved(device)
@@ -156,13 +156,6 @@ def ranks_on_device(device: torch.device, ranks: int) -> int:
         return 1
     count = int(torch.get_device_module(device).device_count())
     return 1 if count == 1 and "ZE_AFFINITY_MASK" in os.environ else -(-ranks // count)
-
-
-def _meminfo(key: str) -> int | None:
-    """Return a value of /proc/meminfo in bytes, such as that of the key "MemAvailable"; None if it is not there."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 class StreamMark:

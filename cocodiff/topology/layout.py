@@ -20,10 +20,8 @@ def even_shares(total: int, order: Sequence[int]) -> tuple[int, ...]:
         order: all ranks, from 0 on. The first of this order get the larger shares.
     """
     base, extra = divmod(total, len(order))
-    shares = [base] * len(order)
-    for rank in order[:extra]:
-        shares[rank] += 1
-    return tuple(shares)
+    larger = {*order[:extra]}
+    return tuple(base + (rank in larger) for rank in range(len(order)))
 
 
 def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -163,8 +161,3 @@ class Layout:
             ranks: ranks whose rows lie one after the other in the sequence, in that order.
         """
         return slice(self.row_slices[ranks[0]].start, self.row_slices[ranks[-1]].stop)
-
-    @cached_property
-    def head_slices(self) -> tuple[slice, ...]:
-        """The place of each rank's heads among all heads, by rank."""
-        return slices(self.heads)

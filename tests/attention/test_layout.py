@@ -15,7 +15,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.models.adapter import image_and_text, image_segment, text_segment
 from cocodiff.topology import Topology
-from cocodiff.topology.layout import Layout, Segment, even_shares
+from cocodiff.topology.layout import Layout, Segment, even_shares, slices
 from cocodiff.topology.routes.plans import Block, Plan, nic_detours, plan_of, reverse
 
 MODEST = settings(max_examples=60, deadline=None)
@@ -77,7 +77,7 @@ def test_what_is_left_is_dealt_in_the_order_of_shards():
     assert even_shares(7, (2, 0, 1)) == (2, 2, 3) and even_shares(2, (2, 0, 1)) == (1, 0, 1)
     layout = Layout.build(topology_of("aurora", 12), image_and_text(1025, 333), 38)
     assert layout.heads == (4, 3, 3, 4, 3, 3, 3, 3, 3, 3, 3, 3)
-    assert layout.row_slices[-1].stop == 1358 and layout.head_slices[0] == slice(0, 4)
+    assert layout.row_slices[-1].stop == 1358 and slices(layout.heads)[0] == slice(0, 4)
 
 
 def test_too_many_ranks_are_refused_with_values():
