@@ -321,5 +321,5 @@ def left_away(node: ast.AST, there: set[str], inside: str) -> Iterator[str]:
 
 def test_functions_pass_on_what_they_are_told():
     """But for a codec of one rank, the launcher of an emulation's ranks, and a mesh that has no ring."""
-    meant = {"__init__ > Codec: exchange", "mesh_without_ring > meshes: kind"}
+    meant = {"__init__ > Codec: exchange", "_rank > detect: environment", "mesh_without_ring > meshes: kind"}
     assert {one for path in SOURCES for one in left_away(syntax(path), set(), "")} == meant

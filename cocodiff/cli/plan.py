@@ -236,10 +236,8 @@ def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
     image = shape.image_tokens(video.height) if shape.video is None else shape.video_tokens(video)
     negative, branches = values["negative_tokens"], values["branches"] or shape.branches
     if negative is not None and branches != 2:
-        raise UserError(
-            f"--negative_tokens {negative}: {shape.name} does not call its transformer for that prompt by itself; "
-            f"leave it away"
-        )
+        wrong = f"{shape.name} does not call its transformer for that prompt by itself"
+        raise UserError(f"--negative_tokens {negative}: {wrong}; leave it away")
     config = engine_record().preset(values["preset"], **engine_settings(values)).with_(image_tokens=image)
     batch, itemsize = values["batch"] * shape.rows_per_image, DTYPES[values["dtype"]]
     call = image_and_text(image, text), batch, itemsize, branches

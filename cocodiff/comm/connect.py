@@ -455,14 +455,17 @@ def _own_store(host: str, port: int, size: int, limit: timedelta, one_host: bool
     return hosted_store(host, port, size, limit, listener)
 
 
-def environment_store(rank: int, size: int, start_s: float, one_host: bool, env: Mapping[str, str] = os.environ) -> Any:
+def environment_store(
+    rank: int, size: int, start_s: float, one_host: bool, environment: Mapping[str, str] | None = None
+) -> Any:
     """Return the store of torch.distributed whose address is in the environment. Raise UserError if none is.
 
     Args:
         start_s: longest time that its calls wait, in seconds.
         one_host: True if all ranks are on one host.
-        env: the environment variables; by default those of this process.
+        environment: the variables; by default those of this process.
     """
+    env = os.environ if environment is None else environment
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise UserError(f"MASTER_ADDR is {host!r}, MASTER_PORT {port!r}: set them to rank 0's, or give srun --mpi=pmi2")

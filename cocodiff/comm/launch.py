@@ -74,14 +74,15 @@ class Launch:
         return not self.rank
 
 
-def detect(env: Mapping[str, str] = os.environ) -> Launch:
+def detect(environment: Mapping[str, str] | None = None) -> Launch:
     """Return the launch that environment variables show: torchrun's, MPI's, srun's or none.
 
     Raise UserError if they have no valid rank.
 
     Args:
-        env: the environment variables; by default those of this process.
+        environment: the variables; by default those of this process.
     """
+    env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         rank, size = _number(env, ("RANK",)), _number(env, ("WORLD_SIZE",))
         if rank is None or size is None:
@@ -89,10 +90,9 @@ def detect(env: Mapping[str, str] = os.environ) -> Launch:
         sizes = (*MPI_SIZE, RANKS) if any(map(env.get, MPI_RANK)) else MPI_SIZE
         started = 1 if "TORCHELASTIC_RUN_ID" in env else _number(env, sizes) or 1
         if started > size:
-            raise UserError(
-                f"RANK={rank} and WORLD_SIZE={size} in the environment, where an MPI launcher started {started} ranks: "
-                f"unset RANK and WORLD_SIZE, which something else has left there"
-            )
+            told = f"RANK={rank} and WORLD_SIZE={size} in the environment"
+            remedy = "unset RANK and WORLD_SIZE, which something else has left there"
+            raise UserError(f"{told}, where an MPI launcher started {started} ranks: {remedy}")
         if (_number(env, ("MASTER_PORT",)) or 0) > 65535:
             raise UserError(f"MASTER_PORT={env['MASTER_PORT']!r} in the environment: give a port up to 65535")
         kind = "torchrun"

@@ -50,16 +50,17 @@ class Presence:
         self.folder, self.rank, self.local_ranks = folder, rank, local_ranks
 
     @classmethod
-    def of_job(cls, launch: Launch, env: Mapping[str, str] = os.environ) -> Presence | None:
+    def of_job(cls, launch: Launch, environment: Mapping[str, str] | None = None) -> Presence | None:
         """Return the folder of an MPI launcher's job. Return None for other launches, or if rank or number of ranks is
         unknown.
 
         Args:
-            env: the environment variables, which tell jobs apart; by default those of this process.
+            environment: the variables that tell jobs apart; by default those of this process.
         """
         local_ranks = launch.local_size or launch.size
         if launch.kind != "mpi" or launch.rank is None or local_ranks is None:
             return None
+        env = os.environ if environment is None else environment
         named = next((names for names in JOBS if all(name in env for name in names)), ())
         job = " ".join(env[name] for name in named) or str(os.getppid())
         word = hashlib.sha256(job.encode()).hexdigest()[:16]

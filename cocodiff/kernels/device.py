@@ -20,6 +20,7 @@ from cocodiff.config.files import available_memory
 T = TypeVar("T")
 IPEX = "intel_extension_for_pytorch"
 IPEX_ASKED = "COCODIFF_IPEX"  # environment variable; 1: import IPEX with any PyTorch that it fits
+HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # variables that decide what counts as a device
 WITHOUT_IPEX = (2, 10)  # from this version of PyTorch on IPEX is not needed; calls may be faster or slower with it
 log = logging.getLogger("cocodiff.kernels.device")
 
@@ -61,13 +62,9 @@ def _more_devices(name: str, count: int) -> str:
     remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
     if name != "xpu":
         return remedy
-    environment = [
-        f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ
-    ]
-    return (
-        f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
-        f"gpu_tile_compact.sh (now {', '.join(environment) or 'neither is set'})"
-    )
+    now = ", ".join(f"{key}={os.environ[key]}" for key in HIERARCHY if key in os.environ) or "neither is set"
+    all_tiles = "ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no gpu_tile_compact.sh"
+    return f"{remedy}, or let each rank see all tiles: {all_tiles} (now {now})"
 
 
 def import_ipex() -> bool:

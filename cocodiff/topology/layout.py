@@ -46,10 +46,8 @@ class Segment:
         Raise UserError if every rank needs a token and there are fewer tokens than ranks.
         """
         if self.on_every_rank and topology.size > self.tokens:
-            raise UserError(
-                f"{topology.size} ranks for {self.tokens} {self.name} tokens: a rank needs at least one; "
-                f"use at most {self.tokens} ranks or a larger {self.name}"
-            )
+            wrong = f"{topology.size} ranks for {self.tokens} {self.name} tokens: a rank needs at least one"
+            raise UserError(f"{wrong}; use at most {self.tokens} ranks or a larger {self.name}")
         order = topology.shard_order if self.extras_from == "front" else topology.shard_order[::-1]
         return even_shares(self.tokens, order)
 
@@ -101,10 +99,8 @@ class Layout:
             heads: number of all attention heads.
         """
         if topology.size > heads:
-            raise UserError(
-                f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each; use at most "
-                f"{heads} ranks, or a mesh of Ulysses and Ring (setting ring)"
-            )
+            wrong = f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each"
+            raise UserError(f"{wrong}; use at most {heads} ranks, or a mesh of Ulysses and Ring (setting ring)")
         parts = tuple(ShardedSegment(segment, segment.shares(topology)) for segment in segments)
         return cls(parts, even_shares(heads, topology.shard_order))
 

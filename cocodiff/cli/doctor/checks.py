@@ -30,6 +30,7 @@ from cocodiff.comm.launch import STARTED
 from cocodiff.config.grouping import by_key
 from cocodiff.config.packages import remedy_of
 from cocodiff.jobs.terminal import THREADS
+from cocodiff.kernels.device import HIERARCHY
 from cocodiff.kernels.trial import KernelTrial
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
@@ -39,7 +40,6 @@ ONE_A_TILE = (
     "start one rank for each tile; local ranks choose tiles, so use no gpu_tile_compact.sh with "
     "ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK"
 )
-HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # variables that decide what counts as a device
 HIDDEN_LEAST = 0.5  # part of messages or work, the shorter one, to be hidden; an overlap that works hides nearly all
 GIB = 2**30
 LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # a run of the embedded model; a small run of a large model
