@@ -145,14 +145,13 @@ class TorchDistGroup(Group):
             return self.send_recv(sends, recvs)
         outgoing, sizes_out = self._by_peer(sends)
         incoming, sizes_in = self._by_peer(recvs)
-        sent = torch.cat([x for of_peer in outgoing for x in of_peer])
+        sent = torch.cat(outgoing)
         came = torch.empty(sum(sizes_in), dtype=torch.uint8, device=self.device)
         work = self._process_group.alltoall_base(came, sent, sizes_in, sizes_out, dist.AllToAllOptions())
-        messages = [x for of_peer in incoming for x in of_peer]
-        return LandingMessages(self.device, messages, partial(_unpack, work, sent, came, messages))
+        return LandingMessages(self.device, incoming, partial(_unpack, work, sent, came, incoming))
 
-    def _by_peer(self, messages: Messages) -> tuple[list[list[Tensor]], list[int]]:
-        """Return, for each peer, its messages as bytes, in order; and, for each peer, their total size in bytes.
+    def _by_peer(self, messages: Messages) -> tuple[list[Tensor], list[int]]:
+        """Return (the messages as bytes, peer by peer and each peer's in order; for each peer their size in bytes).
 
         A peer without messages gets one byte, since sizes of zero have been found to fail in oneCCL.
         """
@@ -160,7 +159,7 @@ class TorchDistGroup(Group):
         for tensor, peer in messages:
             parts[peer] += [tensor.view(-1).view(torch.uint8)] if tensor.numel() else []
         parts = [of_peer or [torch.zeros(1, dtype=torch.uint8, device=self.device)] for of_peer in parts]
-        return parts, [sum(x.numel() for x in of_peer) for of_peer in parts]
+        return [x for of_peer in parts for x in of_peer], [sum(x.numel() for x in of_peer) for of_peer in parts]
 
     def barrier(self) -> None:
         self._health.arrive("a barrier", self.ranks)
