@@ -203,10 +203,9 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
     if name in ("auto", "host"):
         return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
     if name in OVER_MPI and (launch.kind != "mpi" or carried.type != "cpu"):
-        raise UserError(
-            f"transport {name} needs CPU tensors and an MPI launcher; here are {carried.type} tensors and a run "
-            f"started {STARTED[launch.kind]}: use --transport {device_backend(carried)} or start with mpiexec"
-        )
+        here = f"here are {carried.type} tensors and a run started {STARTED[launch.kind]}"
+        remedy = f"use --transport {device_backend(carried)} or start with mpiexec"
+        raise UserError(f"transport {name} needs CPU tensors and an MPI launcher; {here}: {remedy}")
     return name
 
 

@@ -258,10 +258,8 @@ class Config:
         if self.ring_kind == "auto" and self.chunks != 1:
             object.__setattr__(self, "ring_kind", "keys")
         if self.ring_kind != "keys" and self.chunks != 1:
-            raise UserError(
-                f"ring_kind {self.ring_kind} sends whole queries, chunks {self.chunks} attends to some of them at a "
-                f"time: choose chunks 1 or ring_kind keys"
-            )
+            some = f"chunks {self.chunks} attends to some of them at a time: choose chunks 1 or ring_kind keys"
+            raise UserError(f"ring_kind {self.ring_kind} sends whole queries, {some}")
         if self.selection == "v_major" and self.schedule == "list" and not self.ratios:
             raise UserError("schedule list needs ratios: one stable fraction for each step")
         if self.selection == "v_major" and self.scoring == "card" and self.exchange != "tapa":
@@ -270,10 +268,8 @@ class Config:
             other = f"selection {self.selection} some tokens whole: choose codec none or selection full"
             raise UserError(f"codec {self.codec} sends what every token changed by, {other}")
         if self.arrival != "now" and self.selection != "full":
-            raise UserError(
-                f"arrival {self.arrival} takes the prediction of whole tensors, selection {self.selection} sends only "
-                f"some of their tokens: choose arrival now or selection full"
-            )
+            other = f"selection {self.selection} sends only some of their tokens: choose arrival now or selection full"
+            raise UserError(f"arrival {self.arrival} takes the prediction of whole tensors, {other}")
 
     @property
     def split(self) -> tuple[str, int | None] | None:

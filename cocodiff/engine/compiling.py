@@ -83,10 +83,9 @@ class Compiler:
             wrong = f"{type(model).__name__} has no list of blocks that attend, which alone are compiled"
             raise UserError(f"{wrong}: run it without compile")
         for name, hook in stateful_hooks(model.named_modules()):
-            raise UserError(
-                f"{name or 'the transformer'} has the cache hook {type(hook).__name__}, and compiled blocks have no "
-                f"place for what it decides: call transformer.disable_cache(), or run without compile"
-            )
+            hooked = f"{name or 'the transformer'} has the cache hook {type(hook).__name__}"
+            remedy = "call transformer.disable_cache(), or run without compile"
+            raise UserError(f"{hooked}, and compiled blocks have no place for what it decides: {remedy}")
         self.check_forwards(model)
 
     def check_forwards(self, model: nn.Module) -> None:

@@ -176,10 +176,9 @@ def meshes(
     size = topology.size
     fitting = [n for n in divisors(size) if size // n <= heads]
     if ring != "auto" and ring not in fitting:
-        raise UserError(
-            f"ring {ring}: {size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))} "
-            f"(a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group), or auto"
-        )
+        allowed = f"{size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))}"
+        why = f"a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group"
+        raise UserError(f"ring {ring}: {allowed} ({why}), or auto")
     found: dict[frozenset[tuple[int, ...]], Mesh] = {}
     if kind != "keys" and size > 1:
         fitting = fitting[fitting[0] == 1 :]

@@ -59,12 +59,8 @@ class Finding:
     remedy: str = ""  # what the user can do; "" if nothing
 
 
-class Findings(list[Finding]):
-    """The findings of one check, a list that the check adds to."""
-
-    def __init__(self, check: str) -> None:
-        super().__init__()
-        self._check = check
+class Findings(list[tuple[str, str, str]]):
+    """The findings of one check, which adds them: the fields of each `Finding` after the first."""
 
     def add(self, severity: str, text: str, remedy: str = "") -> None:
         """Add a finding.
@@ -74,7 +70,7 @@ class Findings(list[Finding]):
             text: the result in words.
             remedy: what the user can do; "" if nothing.
         """
-        self.append(Finding(self._check, severity, text, remedy))
+        self.append((severity, text, remedy))
 
     def otherwise(self, severity: str, text: str, remedy: str = "") -> None:
         """Add a finding if the check has none yet. The arguments are those of `add`."""
@@ -546,9 +542,9 @@ def examine(facts: Facts) -> list[Finding]:
     meaningful run."""
     findings: list[Finding] = []
     for name in ("versions", "order") if facts.stopped else CHECKS:
-        found = Findings(name)
+        found = Findings()
         CHECKS[name](facts, found)
-        findings += found
+        findings += [Finding(name, *one) for one in found]
     return findings
 
 
