@@ -39,7 +39,12 @@ class Staged(NamedTuple):
 
     @classmethod
     def all_of(cls, messages: Messages, device: torch.device) -> list[Staged]:
-        """Give the tensors of one call their places in a new buffer in host memory (pinned for accelerators)."""
+        """Return the tensors of one call, each with its place in a new buffer in host memory (pinned for accelerators).
+
+        Args:
+            messages: tensors on the device, with their peers.
+            device: the device.
+        """
         sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor, _ in messages]
         parts = host_memory(sum(sizes), device).split(sizes)
         return [cls(x, part[: x.nbytes], peer) for (x, peer), part in zip(messages, parts, strict=True)]
