@@ -9,8 +9,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from contextlib import closing
-from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from cocodiff.comm.health import CALL, Health
 from cocodiff.comm.peers import STILL_S, CallTable, OwnProgress, find_stalled
-from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, PostedMessages, not_empty
+from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
 T = TypeVar("T")
-LOOK_S = 1e-3  # seconds until a thread looks again whether another one has taken its message
 
 
 class LoopbackWorld:
@@ -79,41 +77,61 @@ class _Inbox:
     """
 
     def __init__(self, world: LoopbackWorld, peer: int, mailbox: queue.SimpleQueue[Any]) -> None:
-        self._world, self._peer, self._mailbox, self._taking = world, peer, mailbox, threading.Lock()
-        self._posted: deque[tuple[str, Tensor, threading.Event]] = deque()  # each with the call that it is for
+        self._world, self._peer, self._mailbox = world, peer, mailbox
+        self._posted: deque[tuple[str, Tensor]] = deque()  # each with the call that it is for
+        self._numbers = count()
+        self._delivered = 0
+        self._changed = threading.Condition()
+        self._taken_by_another = False
 
-    def post(self, tensor: Tensor) -> threading.Event:
-        """Post a receive into `tensor`. Return the event that is set once it has its message, for `wait`."""
-        received = threading.Event()
-        self._posted.append((CALL.get(), tensor, received))
-        return received
+    def post(self, tensor: Tensor) -> int:
+        """Post a receive into `tensor`. Return its number, for `wait`."""
+        self._posted.append((CALL.get(), tensor))
+        return next(self._numbers)
 
-    def wait(self, received: threading.Event) -> None:
-        """Block until a receive has its message."""
-        while not received.is_set():
-            if self._taking.acquire(timeout=LOOK_S):
-                try:
-                    if not received.is_set():
-                        self._deliver()
-                finally:
-                    self._taking.release()
+    def wait(self, number: int) -> None:
+        """Block until the receive with this number has its message."""
+        with self._changed:
+            while self._delivered <= number:
+                if self._taken_by_another:
+                    self._changed.wait()
+                else:
+                    self._deliver()
 
     def _deliver(self) -> None:
         """Take the next message of the peer and copy it into the tensor of the oldest receive without one.
 
-        Raise PeerLost if the two belong to different calls.
+        Raise PeerLost if the two belong to different calls. Other threads may look at what has arrived meanwhile.
         """
-        call, message = self._world.take(self._mailbox, self._peer)
-        own_call, tensor, received = self._posted.popleft()
-        if call != own_call:
-            differ = f"sent {call}, and {own_call} was awaited: ranks make different calls"
-            self._world.fail(PeerLost(self._peer, differ))
-            self._world.check()
-        if message.shape != tensor.shape or message.dtype != tensor.dtype:
-            came = f"{message.dtype} {tuple(message.shape)}"
-            raise ValueError(f"rank {self._peer} sent {came}, {tuple(tensor.shape)} awaited")
-        tensor.copy_(message)
-        received.set()
+        self._taken_by_another = True
+        self._changed.release()
+        try:
+            (call, message), (own_call, tensor) = self._world.take(self._mailbox, self._peer), self._posted.popleft()
+            if call != own_call:
+                differ = f"sent {call}, and {own_call} was awaited: ranks make different calls"
+                self._world.fail(PeerLost(self._peer, differ))
+                self._world.check()
+            if message.shape != tensor.shape or message.dtype != tensor.dtype:
+                came = f"{message.dtype} {tuple(message.shape)}"
+                raise ValueError(f"rank {self._peer} sent {came}, {tuple(tensor.shape)} awaited")
+            tensor.copy_(message)
+        finally:
+            self._changed.acquire()
+            self._taken_by_another = False
+            self._changed.notify_all()
+        self._delivered += 1
+
+
+class _Receipts:
+    """The receives of one group call, to wait for: each as the inbox of its sender and its number there."""
+
+    def __init__(self, receipts: list[tuple[_Inbox, int]]) -> None:
+        self._receipts = receipts
+
+    def wait(self) -> None:
+        for inbox, number in self._receipts:
+            inbox.wait(number)
+        self._receipts = []
 
 
 class LoopbackGroup(Group):
@@ -128,7 +146,7 @@ class LoopbackGroup(Group):
         for tensor, peer in not_empty(sends):
             self._world.mailbox(self._context, self.index, peer).put((CALL.get(), tensor.clone()))
         inboxes = [(self._inboxes[peer], tensor) for tensor, peer in not_empty(recvs)]
-        return PostedMessages(*(partial(inbox.wait, inbox.post(tensor)) for inbox, tensor in inboxes))
+        return _Receipts([(inbox, inbox.post(tensor)) for inbox, tensor in inboxes])
 
     def barrier(self) -> None:
         among = self.ranks if len(self.ranks) < self._world.size else ()
@@ -203,17 +221,22 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: floa
     # Python runs one thread at a time, and switches between threads of one core in half the time.
     core = random.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_setaffinity") else None
 
+    def rank_main(rank: int) -> T:
+        if core is not None:
+            os.sched_setaffinity(0, {core})  # for this thread and those that it starts
+        transport = LoopbackTransport(world, rank)
+        try:
+            return work(transport)
+        except BaseException as error:
+            transport.health.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            transport.close()
+
     def run(rank: int) -> None:
         try:
-            if core is not None:
-                os.sched_setaffinity(0, {core})  # for this thread and those that it starts
-            # Threads do not inherit the caller's mode.
-            with torch.no_grad(), closing(LoopbackTransport(world, rank)) as transport:
-                try:
-                    results[rank] = work(transport)
-                except BaseException as error:
-                    transport.health.fail(f"{type(error).__name__}: {error}")
-                    raise
+            with torch.no_grad():  # threads do not inherit the caller's mode
+                results[rank] = rank_main(rank)
         except BaseException as error:
             errors[rank] = error
 
