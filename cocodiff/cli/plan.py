@@ -29,12 +29,11 @@ from cocodiff.topology.axes import Partition
 
 SIDE = 1024  # pixels of an image's side by default
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
+VIDEO = ("frames", "height", "width")  # options for the size of a video
 OPTIONS = (
     Option("model", "a name in configs/models, a .yaml file, or a folder in diffusers' layout"),
     Option("size", f"side of the square image in pixels (default: {SIDE})", type=int),
-    Option("frames", "of a video, instead of the model's own", type=int),
-    Option("height", "of a video, instead of the model's own", type=int),
-    Option("width", "of a video, instead of the model's own", type=int),
+    *(Option(name, "of a video, instead of the model's own", type=int) for name in VIDEO),
     Option("batch", "images in one call", 1, type=int),
     Option("steps", "denoising steps that run", 50, type=int),
     Option("text_tokens", "tokens of the prompt; default: the model's longest", type=int),
@@ -214,13 +213,13 @@ def video_of(values: dict[str, Any], shape: ModelShape) -> Video:
         values: the command's options by name.
         shape: the sizes of the model.
     """
-    own, names = shape.video, ("frames", "height", "width")
-    wrong = next((name for name in (names if own is None else ("size",)) if values[name] is not None), None)
+    own = shape.video
+    wrong = next((name for name in (VIDEO if own is None else ("size",)) if values[name] is not None), None)
     if wrong is not None:
         what, instead = ("images", "--size") if own is None else ("videos", "--height and --width")
         raise UserError(f"--{wrong} {values[wrong]}: {shape.name} makes {what}: leave it away, or give {instead}")
     if own is not None:
-        return Video(*(values[name] or getattr(own, name) for name in names))
+        return Video(*(values[name] or getattr(own, name) for name in VIDEO))
     values["size"] = values["size"] or SIDE
     return Video(1, values["size"], values["size"])
 
@@ -237,10 +236,8 @@ def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
     image = shape.image_tokens(video.height) if shape.video is None else shape.video_tokens(video)
     negative, branches = values["negative_tokens"], values["branches"] or shape.branches
     if negative is not None and branches != 2:
-        raise UserError(
-            f"--negative_tokens {negative}: {shape.name} does not call its transformer for that prompt by itself; "
-            f"leave it away"
-        )
+        wrong = f"{shape.name} does not call its transformer for that prompt by itself"
+        raise UserError(f"--negative_tokens {negative}: {wrong}; leave it away")
     config = engine_record().preset(values["preset"], **engine_settings(values)).with_(image_tokens=image)
     batch, itemsize = values["batch"] * shape.rows_per_image, DTYPES[values["dtype"]]
     call = image_and_text(image, text), batch, itemsize, branches

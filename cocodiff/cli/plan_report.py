@@ -486,10 +486,8 @@ def fastest_at_ends(division: Division, machine: str, rows: Sequence[Document]) 
     for end in ends_of(division):
         there = fastest(compare(end.division, machine, {}))
         if there != now:
-            names = " and ".join(dict.fromkeys(there))
-            lines.append(
-                f"fastest with {end.belief.name} {end.value:g}: {names}, not {' and '.join(dict.fromkeys(now))}"
-            )
+            names, usual = (" and ".join(dict.fromkeys(presets)) for presets in (there, now))
+            lines.append(f"fastest with {end.belief.name} {end.value:g}: {names}, not {usual}")
     return lines
 
 

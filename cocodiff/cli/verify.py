@@ -24,8 +24,7 @@ OPTIONS = (
     Option("inputs", "file of torch.save with a dictionary of the arguments of a call: what a bare transformer needs"),
     Option("prompt", "what a pipeline is asked for", "a tooth"),
     Option("steps", "of a pipeline", 2, type=int),
-    Option("height", "of a pipeline's image; by default the pipeline's own", type=int),
-    Option("width", "of a pipeline's image; by default the pipeline's own", type=int),
+    *(Option(name, "of a pipeline's image; by default the pipeline's own", type=int) for name in ("height", "width")),
     Option("frames", "of a pipeline's video; by default the pipeline's own", type=int),
     Option("ranks", "numbers of ranks to try (default: 2 3)", [2, 3], type=int, many=True),
     Option(

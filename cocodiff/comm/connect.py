@@ -16,27 +16,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
-from cocodiff.comm.launch import Launch
+from cocodiff.comm.launch import STARTED, Contact, Launch
 from cocodiff.comm.peers import BLAME_S
-from cocodiff.comm.transport import LaneOwner, Transport
+from cocodiff.comm.transport import ONECCL, LaneOwner, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels.device import rank_device, ranks_on_device
-
-ONECCL = ("xccl", "ccl")
-T = TypeVar("T")
 
 
 class Killer(NamedTuple):
@@ -75,19 +72,6 @@ _watches: WeakSet[Watch] = WeakSet()  # of this process's runs, maybe ended
 OVER_MPI = ("mpi", "mpi-rma")  # transports that need an MPI launcher
 EVERY_INTERFACE = ("0.0.0.0", "::")
 THROUGH_HOST = ("host", "mpi-rma")  # transports that copy a device's tensors to host memory
-
-
-class _Contact(NamedTuple):
-    """The result of the ranks' first contact: what a rank needs to connect to the watch, which notices lost ranks."""
-
-    rank: int  # number of this rank
-    size: int  # number of ranks
-    address: tuple[str, int]  # host and port of the watch, which is on rank 0
-    key: str  # the run's secret, by which the watch knows its ranks
-    listener: socket.socket | None  # listening socket of the watch, on rank 0
-    store: Any  # torch.distributed's store, if there is one already
-    interface: str  # address that rank 0 listens on; "" on other ranks
-    on_loopback: bool  # True if the watch has a loopback address, so that all ranks are on one host
 
 
 def place_rank(launch: Launch, device: str, transport: str) -> tuple[torch.device, str]:
@@ -218,12 +202,10 @@ def _library(launch: Launch, name: str, carried: torch.device) -> str:
 
     if name in ("auto", "host"):
         return "mpi" if launch.kind == "mpi" and carried.type == "cpu" else device_backend(carried)
-    started = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[launch.kind]
     if name in OVER_MPI and (launch.kind != "mpi" or carried.type != "cpu"):
-        raise UserError(
-            f"transport {name} needs CPU tensors and an MPI launcher; here are {carried.type} tensors and a run "
-            f"started {started}: use --transport {device_backend(carried)} or start with mpiexec"
-        )
+        here = f"here are {carried.type} tensors and a run started {STARTED[launch.kind]}"
+        remedy = f"use --transport {device_backend(carried)} or start with mpiexec"
+        raise UserError(f"transport {name} needs CPU tensors and an MPI launcher; {here}: {remedy}")
     return name
 
 
@@ -243,35 +225,28 @@ def _tell_of_blocking(transport: LaneOwner) -> None:
 # First contact of ranks -----------------------------------------------------------------------------------------------
 
 
-def _meet(launch: Launch, limits: Limits) -> _Contact:
+def _meet(launch: Launch, limits: Limits) -> Contact:
     """Make the address of the watch over lost ranks, which is on rank 0, known to all ranks.
 
     The means are those that the ranks' launcher provides. Return what each rank needs to connect to it.
     """
     if launch.meeting is not None:
-        assert launch.rank is not None and launch.size is not None
-        there = launch.meeting
-        file = dist.FileStore(there.store_file, launch.size)
-        return _Contact(launch.rank, launch.size, ("127.0.0.1", there.port), there.key, there.listener, file, "", True)
+        return launch.meeting._replace(store=dist.FileStore(launch.meeting.store, launch.meeting.size))
     if launch.kind == "mpi" and not dist.is_initialized():
         return _meet_over_mpi(launch, limits)
     # If a store's process is stopped after it began to listen, the library waits without a limit and ignores signals.
-    meeting: Future[_Contact] = Future()
-    threading.Thread(target=_settle, args=(meeting, partial(_meet_at_store, launch, limits)), daemon=True).start()
+    meeting: Future[Contact] = Future()
+
+    def meet() -> None:
+        try:
+            meeting.set_result(_meet_at_store(launch, limits))
+        except BaseException as error:
+            meeting.set_exception(error)
+
+    threading.Thread(target=meet, daemon=True).start()
     if not wait([meeting], 2 * limits.start_s + BLAME_S).done:  # the library reports its own timeouts earlier
         raise PeerLost(0, f"does not answer{_store_address()} within {limits.start_s:g} s of the start")
     return meeting.result()
-
-
-def _settle(future: Future[T], job: Callable[[], T]) -> None:
-    """Run a job, such as the ranks' first contact, and put its result or its error into a future.
-
-    It is the target of a thread, so that the caller may stop waiting.
-    """
-    try:
-        future.set_result(job())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _store_address() -> str:
@@ -282,7 +257,7 @@ def _store_address() -> str:
     return "" if dist.is_initialized() else f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def _meet_at_store(launch: Launch, limits: Limits) -> _Contact:
+def _meet_at_store(launch: Launch, limits: Limits) -> Contact:
     """Exchange the address of the watch over lost ranks by way of torch.distributed's store. Return what to connect
     with.
 
@@ -301,10 +276,10 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Contact:
             rank, size = launch.rank, launch.size
             store = environment_store(rank, size, limits.start_s, _on_one_host(launch, size))
         store = dist.PrefixStore(f"run{store.add(f'opened/{rank}', 1)}", store)
-        one_host, listener = _on_one_host(launch, size), None
+        listener = None
         if rank == 0:
-            listener = _listen(one_host, size)
-            store.set("meeting", _invitation(listener, one_host))
+            listener, word = _invite(_on_one_host(launch, size), size)
+            store.set("meeting", word)
         store.wait(["meeting"], timedelta(seconds=limits.start_s))
         return _accepted(rank, size, bytes(store.get("meeting")).decode(), listener, store)
     except RuntimeError as error:  # torch's own are
@@ -312,7 +287,7 @@ def _meet_at_store(launch: Launch, limits: Limits) -> _Contact:
         raise PeerLost(0, f"does not answer{at} {within} ({str(error).splitlines()[0]})") from error
 
 
-def _meet_over_mpi(launch: Launch, limits: Limits) -> _Contact:
+def _meet_over_mpi(launch: Launch, limits: Limits) -> Contact:
     """Exchange the address of the watch over lost ranks, which is on rank 0, by MPI. Return what to connect with.
 
     A store of torch.distributed is made later.
@@ -321,14 +296,14 @@ def _meet_over_mpi(launch: Launch, limits: Limits) -> _Contact:
     from cocodiff.comm.presence import Presence, limited_start
 
     presence = Presence.of_job(launch)
-    with limited_start(limits, launch.rank, presence, "MPI_Init"):
+    with limited_start(limits, launch.rank, presence):
         mpi = initialised_mpi()
         world = mpi.COMM_WORLD
         check_told_size(launch, world)
         rank, size = world.Get_rank(), world.Get_size()
         one_host = world.Split_type(mpi.COMM_TYPE_SHARED).Get_size() == size
-        listener = _listen(one_host, size) if rank == 0 else None
-        word = broadcast_over_mpi(world, _invitation(listener, one_host) if listener is not None else None)
+        listener, own_word = _invite(one_host, size) if rank == 0 else (None, None)
+        word = broadcast_over_mpi(world, own_word)
     if presence is not None:
         presence.withdraw()
     return _accepted(rank, size, word, listener, None)
@@ -356,44 +331,35 @@ def _reachable_host(one_host: bool) -> str:
     return os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
 
 
-def _listen(one_host: bool, size: int) -> socket.socket:
-    """Open rank 0's listening socket for the watch over lost ranks, at a free port.
+def _invite(one_host: bool, size: int) -> tuple[socket.socket, str]:
+    """Open rank 0's listening socket for the watch over lost ranks, at a free port. Return it, and rank 0's message to
+    the other ranks as JSON: host and port of the watch, and a new secret.
 
-    It is on one network interface if the host's name determines that.
+    The socket is on one network interface if the host's name determines that. Those who connect to it show the secret.
 
     Args:
         one_host: True if all ranks are on this host.
         size: number of ranks.
     """
-    return listening_socket(_reachable_host(one_host), 0, one_host, size)
-
-
-def _invitation(listener: socket.socket, one_host: bool) -> str:
-    """Return rank 0's message to the other ranks as JSON: host and port of the watch over lost ranks, and a new secret.
-
-    Those who connect to the watch show the secret.
-
-    Args:
-        listener: the watch's listening socket.
-        one_host: True if all ranks are on this host.
-    """
+    reachable = _reachable_host(one_host)
+    listener = listening_socket(reachable, 0, one_host, size)
     interface, port, *_ = listener.getsockname()
-    host = _reachable_host(one_host) if interface in EVERY_INTERFACE else interface
-    return json.dumps([host, port, secrets.token_hex(16)])
+    host = reachable if interface in EVERY_INTERFACE else interface
+    return listener, json.dumps([host, port, secrets.token_hex(16)])
 
 
-def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, store: Any) -> _Contact:
+def _accepted(rank: int, size: int, word: str, listener: socket.socket | None, store: Any) -> Contact:
     """Return what this rank needs to connect to the watch over lost ranks, from rank 0's message.
 
     Args:
-        word: the message, as `_invitation` makes it.
+        word: the message, as `_invite` makes it.
         listener: listening socket of the watch, on rank 0.
         store: torch.distributed's store, if there is one already.
     """
     host, port, key = json.loads(word)
     own = "127.0.0.1" if host == socket.gethostname() else host
     interface = "" if listener is None else listener.getsockname()[0]
-    return _Contact(rank, size, (own, port), key, listener, store, interface, is_loopback(host))
+    return Contact(rank, size, (own, port), key, listener, store, interface, is_loopback(host))
 
 
 def is_loopback(address: str) -> bool:
@@ -425,12 +391,10 @@ def listening_socket(host: str, port: int, one_host: bool, ranks: int) -> socket
         return serve(("", port))
 
 
-def hosted_store(
-    host: str, port: int, size: int, limit: timedelta, listener: socket.socket, multi_tenant: bool = False
-) -> Any:
+def hosted_store(host: str, port: int, size: int, limit: timedelta, listener: socket.socket) -> Any:
     """Open a store of torch.distributed in this process, on a given listening socket.
 
-    The store's own socket would be open on all interfaces.
+    The store's own socket would be open on all interfaces. Stores of this process at the same port share one server.
 
     Args:
         host: name or address of this host.
@@ -438,10 +402,9 @@ def hosted_store(
         size: number of ranks.
         limit: longest time that its calls wait.
         listener: the socket; it belongs to the store from now on.
-        multi_tenant: True if stores of this process at the same port share one server.
     """
     fd = listener.detach()
-    return dist.TCPStore(host, port, size, True, limit, False, multi_tenant=multi_tenant, master_listen_fd=fd)
+    return dist.TCPStore(host, port, size, True, limit, False, multi_tenant=True, master_listen_fd=fd)
 
 
 @cache
@@ -488,7 +451,7 @@ def _own_store(host: str, port: int, size: int, limit: timedelta, one_host: bool
         except dist.DistError:
             used = f"MASTER_PORT={port}: rank 0 cannot listen there ({taken.strerror})"
             raise UserError(f"{used}: give a port that is free on {host}") from taken
-    return hosted_store(host, port, size, limit, listener, multi_tenant=True)
+    return hosted_store(host, port, size, limit, listener)
 
 
 def environment_store(
@@ -513,7 +476,7 @@ def environment_store(
 # The communication library --------------------------------------------------------------------------------------------
 
 
-def _initialise(meeting: _Contact, backend: str, device: torch.device, limits: Limits) -> None:
+def _initialise(meeting: Contact, backend: str, device: torch.device, limits: Limits) -> None:
     """Start torch.distributed's default process group. Its store is the launcher's; under MPI rank 0 opens one.
 
     Args:
@@ -529,7 +492,7 @@ def _initialise(meeting: _Contact, backend: str, device: torch.device, limits: L
     initialise(backend, store, meeting.rank, meeting.size, device)
 
 
-def _store_over_mpi(meeting: _Contact, limits: Limits) -> Any:
+def _store_over_mpi(meeting: Contact, limits: Limits) -> Any:
     """Open a store of torch.distributed on rank 0 at a free port, and tell the other ranks by MPI. Return this rank's
     connection to it."""
     from cocodiff.comm.mpi_start import broadcast_over_mpi, initialised_mpi

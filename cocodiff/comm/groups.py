@@ -3,18 +3,13 @@ node."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending
+from cocodiff.comm.transport import Group, Messages, Pending
 from cocodiff.topology import Topology
 from cocodiff.topology.routes.plans import plan_of
 
-# Backends whose process groups with ranks of several nodes pass all messages through the host's memory, also between
-# tiles of a card (oneCCL 2021.17: send and receive ask where the group's ranks are). All-to-alls do not, but there
-# messages within a node wait for those between nodes (src/coll/algorithms/alltoallv.cpp).
-STAGED = ("xccl", "ccl")
 Ranks = tuple[int, ...]
 MakeGroup = Callable[[Ranks], Group]
 
@@ -37,16 +32,6 @@ def group_ranks(topology: Topology, rank: int, lane: str, names: Collection[str]
         waiting[-1:] = peers - joined
         joined.update(waiting)
     return tuple(sorted(joined))
-
-
-def nodes_to_tell_apart(transport: LaneOwner) -> Sequence[Any]:
-    """Return each rank's host name if the library needs groups by node, else (). All ranks call this.
-
-    The result becomes `LaneOwner.node_of`.
-    """
-    return (
-        transport.all_gather_values(socket.gethostname(), "the names of nodes") if transport.library in STAGED else ()
-    )
 
 
 def group_by_node(make: MakeGroup, ranks: Ranks, rank: int, node_of: Sequence[Any], whole: Group | None) -> Group:

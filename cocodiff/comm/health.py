@@ -40,7 +40,7 @@ HELLO_BYTES = 4096  # longest message that identifies a connection
 LINE_BYTES = 64 << 20  # longest message of an admitted rank; its settings may list many files
 SEND_S = 5.0  # longest time that a send waits for a peer to read
 STRANGERS = 32  # most unidentified connections at a time, besides the run's own
-OnLoss = Callable[[BaseException], None]
+OnLoss = Callable[[BaseException], None]  # called by the watch's thread as soon as a peer is lost
 CALL = ContextVar("CALL", default="the start")  # the call that a thread works for; lanes take it from the submitter
 
 

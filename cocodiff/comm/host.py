@@ -10,13 +10,12 @@ On a CPU tensors take the same way without pinned memory, so the tests of the ot
 
 from __future__ import annotations
 
-import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
+from cocodiff.comm.transport import Group, LandingMessages, LaneOwner, Messages, Pending, not_empty
 from cocodiff.kernels.device import StreamMark, used_on_current_stream
 
 ALIGNED = 64  # bytes; messages of a call begin at multiples of it in their common buffer
@@ -31,81 +30,52 @@ def host_memory(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
 
 
-class Staged:
-    """The tensors of one call on a device, with their places in a new buffer in host memory (pinned for accelerators).
+class Staged(NamedTuple):
+    """A tensor of a message on a device, with its place in host memory."""
 
-    Sent tensors are copied to it all at once (`to_host`), received ones from it one by one (`to_device`).
-    """
+    tensor: Tensor  # on the device
+    host: Tensor  # memory for its bits on the host, uint8 [n]
+    peer: int  # index of the rank that it goes to or comes from
 
-    def __init__(self, messages: Messages, device: torch.device) -> None:
-        """Allocate the buffer.
+    @classmethod
+    def all_of(cls, messages: Messages, device: torch.device) -> list[Staged]:
+        """Return the tensors of one call, each with its place in a new buffer in host memory (pinned for accelerators).
 
         Args:
             messages: tensors on the device, with their peers.
             device: the device.
         """
-        starts = [0]
-        for tensor, _ in messages:
-            starts.append(-(-(starts[-1] + tensor.nbytes) // ALIGNED) * ALIGNED)
-        buffer = host_memory(starts[-1], device)
-        self.tensors = [tensor for tensor, _ in messages]  # on the device
-        placed = zip(starts, messages, strict=False)
-        # for each tensor, its place in the buffer as bytes, with its peer: the message over host memory
-        self.on_host = [(buffer[start : start + tensor.nbytes], peer) for start, (tensor, peer) in placed]
-
-    def to_host(self) -> None:
-        """Start copying all tensors from the device to the buffer."""
-        for tensor, (host, _) in zip(self.tensors, self.on_host, strict=True):
-            host.copy_(_bits(tensor), non_blocking=True)
-
-    def to_device(self, number: int) -> None:
-        """Start copying tensor `number` from the buffer to its place on the device, on the current stream."""
-        _bits(used_on_current_stream(self.tensors[number])).copy_(self.on_host[number][0], non_blocking=True)
+        sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor, _ in messages]
+        parts = host_memory(sum(sizes), device).split(sizes)
+        return [cls(x, part[: x.nbytes], peer) for (x, peer), part in zip(messages, parts, strict=True)]
 
 
-class HostPending:
+class HostPending(LandingMessages):
     """The messages of one call in flight, for tensors of a device whose messages pass through host memory.
 
-    The first `wait` blocks its thread until they have arrived and copies them on its stream. Every `wait` makes its
-    stream wait for these copies.
+    The first `wait` blocks its thread until they have arrived and copies them.
     """
 
-    def __init__(
-        self, device: torch.device, sent: tuple[Staged, Pending] | None, received: tuple[Staged, list[Pending]] | None
-    ) -> None:
+    def __init__(self, device: torch.device, sent: Pending | None, received: list[tuple[Staged, Pending]]) -> None:
         """Hold messages.
 
         Args:
-            sent: the sent tensors' copies in host memory, and the messages in flight; None if nothing is sent.
-            received: the memory to receive into, and the messages in flight, one for each tensor; None if nothing is
-                received.
+            sent: the sent messages in flight; None if nothing is sent.
+            received: the tensors that are received, each with its message in flight.
         """
-        self._device, self._sent, self._received = device, sent, received
-        self._on_device = received[0].tensors if received is not None else []
+        super().__init__(device, [staged.tensor for staged, _ in received], self._finish)
+        self._sent, self._received = sent, received
         self._posted = StreamMark(device)  # until here the memory to receive into may be in use
-        self._lock = threading.Lock()
-        self._done: StreamMark | None = None
-
-    def wait(self) -> None:
-        with self._lock:
-            if self._done is None:
-                self._posted.wait()
-                self._finish()
-                self._done = StreamMark(self._device)
-                return
-        self._done.wait()
-        used_on_current_stream(self._on_device)
 
     def _finish(self) -> None:
         """Wait for the messages and copy received ones to the device."""
-        if self._received is not None:
-            staged, transfers = self._received
-            for number, transfer in enumerate(transfers):
-                transfer.wait()
-                staged.to_device(number)
+        self._posted.wait()
+        for staged, transfer in self._received:
+            transfer.wait()
+            _bits(used_on_current_stream(staged.tensor)).copy_(staged.host, non_blocking=True)
         if self._sent is not None:
-            self._sent[1].wait()
-        self._received = self._sent = None
+            self._sent.wait()
+        self._received, self._sent = [], None
 
 
 class HostGroup(Group):
@@ -122,15 +92,16 @@ class HostGroup(Group):
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         sends, recvs = not_empty(sends), not_empty(recvs)
-        received = sent = None
-        if recvs:
-            staged = Staged(recvs, self._device)
-            received = staged, [self._group.send_recv([], [message]) for message in staged.on_host]
+        received = [
+            (one, self._group.send_recv([], [(one.host, one.peer)])) for one in Staged.all_of(recvs, self._device)
+        ]
+        sent = None
         if sends:
-            staged = Staged(sends, self._device)
-            staged.to_host()
+            leaving = Staged.all_of(sends, self._device)
+            for one in leaving:
+                one.host.copy_(_bits(one.tensor), non_blocking=True)
             StreamMark(self._device).wait_on_host()
-            sent = staged, self._group.send_recv(staged.on_host, [])
+            sent = self._group.send_recv([(one.host, one.peer) for one in leaving], [])
         return HostPending(self._device, sent, received)
 
     def barrier(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cocodiff.config.errors import UserError
 
@@ -38,17 +38,21 @@ STEP, STEP_SIZE = ("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_STEP_NUM_TASKS", "S
 OF_LAUNCHERS = re.compile(  # variables by which a process recognises that it is a launcher's rank
     f"(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|{RANKS}$"
 )
+STARTED = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}  # kinds, in words
 EMULATED = "COCODIFF_EMULATED"  # variable that describes an emulated machine to its ranks, as JSON
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The addresses by which ranks that this program has forked find each other."""
+class Contact(NamedTuple):
+    """The result of the ranks' first contact: what a rank needs to connect to the watch, which notices lost ranks."""
 
-    store_file: str  # path of the file of torch.distributed's store
-    port: int  # port at which rank 0 listens for the others' heartbeats, to notice lost ranks
-    key: str  # the run's secret, which a rank shows when it connects to that port
-    listener: socket.socket | None = None  # the socket that listens there, on rank 0
+    rank: int  # number of this rank
+    size: int  # number of ranks
+    address: tuple[str, int]  # host and port of the watch, which is on rank 0
+    key: str  # the run's secret, by which the watch knows its ranks
+    listener: socket.socket | None  # listening socket of the watch, on rank 0
+    store: Any  # torch.distributed's store, or the path of its file; None if there is none yet
+    interface: str = ""  # address that rank 0 listens on; "" on other ranks
+    on_loopback: bool = True  # True if the watch has a loopback address, so that all ranks are on one host
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Launch:
     size: int | None = 1  # number of ranks of the whole run; None if an MPI launcher does not set it
     local_rank: int = 0  # index among the ranks of this node
     local_size: int | None = None  # number of ranks on this node; None if unknown
-    meeting: Meeting | None = None  # addresses by which forked ranks find each other; None for others
+    meeting: Contact | None = None  # of forked ranks, which need no first contact; None for others
     guessed: bool = False  # True if the size assumes the same number of ranks on every node of the job
     cause: int | None = None  # descriptor of a file that takes the end of the rank by which a job fails
 
@@ -86,10 +90,9 @@ def detect(environment: Mapping[str, str] | None = None) -> Launch:
         sizes = (*MPI_SIZE, RANKS) if any(map(env.get, MPI_RANK)) else MPI_SIZE
         started = 1 if "TORCHELASTIC_RUN_ID" in env else _number(env, sizes) or 1
         if started > size:
-            raise UserError(
-                f"RANK={rank} and WORLD_SIZE={size} in the environment, where an MPI launcher started {started} ranks: "
-                f"unset RANK and WORLD_SIZE, which something else has left there"
-            )
+            told = f"RANK={rank} and WORLD_SIZE={size} in the environment"
+            remedy = "unset RANK and WORLD_SIZE, which something else has left there"
+            raise UserError(f"{told}, where an MPI launcher started {started} ranks: {remedy}")
         if (_number(env, ("MASTER_PORT",)) or 0) > 65535:
             raise UserError(f"MASTER_PORT={env['MASTER_PORT']!r} in the environment: give a port up to 65535")
         kind = "torchrun"

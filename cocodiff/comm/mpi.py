@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from cocodiff.comm.checked import WrongMessage
 from cocodiff.comm.health import Health, call_tag
 from cocodiff.comm.mpi_start import initialised_mpi
-from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
+from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, PostedMessages, not_empty
 
 SPINS = 20  # polls before a wait begins to sleep
 SLEEP_S = (20e-6, 500e-6)  # shortest and longest sleep between polls
@@ -51,25 +52,6 @@ def wait_until(done: Callable[[], bool], health: Health) -> None:
             checked = time.monotonic()
 
 
-class _Requests:
-    """The messages of one call in flight over MPI."""
-
-    def __init__(self, group: MpiGroup, requests: list[Any], recvs: Messages, kept: list[Any]) -> None:
-        """Hold requests.
-
-        Args:
-            requests: MPI's requests, those of `recvs` first, in their order.
-            recvs: the messages that are received.
-            kept: tensors to keep alive until the messages have arrived.
-        """
-        self._group, self._requests, self._recvs, self._kept = group, requests, recvs, kept
-
-    def wait(self) -> None:
-        if self._requests:
-            self._group.complete(self._requests, self._recvs)
-        self._requests, self._recvs, self._kept = [], [], []
-
-
 class MpiGroup(Group):
     """A group of ranks that have a communicator of MPI for their messages."""
 
@@ -85,14 +67,15 @@ class MpiGroup(Group):
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         sends, recvs = not_empty(sends), not_empty(recvs)
-        return _Requests(self, self._posted(sends, recvs), recvs, sends)
+        return PostedMessages(partial(self._complete, self._posted(sends, recvs), recvs, sends))
 
-    def complete(self, requests: list[Any], recvs: Messages) -> None:
+    def _complete(self, requests: list[Any], recvs: Messages, _sends: Messages) -> None:
         """Wait until MPI's requests have ended. Raise WrongMessage if a received message has a wrong length.
 
         Args:
             requests: the requests, those of `recvs` first.
             recvs: the messages that are received, whose tensors have the right lengths.
+            _sends: the messages that are sent, whose tensors have to be kept until then.
         """
         statuses = [self._mpi.Status() for _ in recvs]
         try:
@@ -124,7 +107,7 @@ class MpiGroup(Group):
 
     def barrier(self) -> None:
         self.health.arrive("a barrier", self.ranks)
-        _Requests(self, [self._communicator.Ibarrier()], [], []).wait()
+        self._complete([self._communicator.Ibarrier()], [], [])
 
 
 class MpiTransport(LaneOwner):

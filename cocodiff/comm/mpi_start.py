@@ -81,7 +81,7 @@ def count_ranks(launch: Launch, limits: Limits) -> Launch:
     Raise UserError if MPI cannot be asked, or is not the launcher's.
     """
     try:
-        with limited_start(limits, launch.rank, Presence.of_job(launch), "MPI_Init"):
+        with limited_start(limits, launch.rank, Presence.of_job(launch)):
             size = initialised_mpi().COMM_WORLD.Get_size()
     except (ImportError, RuntimeError) as error:
         said = f"nobody tells how many ranks there are, and MPI cannot be asked ({' '.join(str(error).split())})"

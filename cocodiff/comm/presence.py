@@ -167,8 +167,8 @@ def _state(process: int) -> str:
 
 
 @contextlib.contextmanager
-def limited_start(limits: Limits, rank: int | None, presence: Presence | None, call: str) -> Iterator[None]:
-    """Limit the time of a library's call, in the `with` block, in which all ranks meet before the watch is open.
+def limited_start(limits: Limits, rank: int | None, presence: Presence | None) -> Iterator[None]:
+    """Limit the time of MPI_Init, in the `with` block: all ranks meet in it before the watch is open.
 
     This process is killed, with a line that gives the reason, if a rank of this host died or has been stopped for
     `timeout_s`. The same happens if the call takes longer than `start_s`. A separate process watches it.
@@ -176,13 +176,12 @@ def limited_start(limits: Limits, rank: int | None, presence: Presence | None, c
     Args:
         rank: this rank, for the line; None if unknown.
         presence: the process numbers of this host's ranks; None if they are not known.
-        call: name of the call, for instance "MPI_Init".
     """
     if presence is not None:
         presence.announce()
     there = [str(presence.folder), str(presence.local_ranks)] if presence is not None else ["", "0"]
     shown = "" if rank is None else str(rank)
-    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), shown, call, *there]
+    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), shown, *there]
     watching = subprocess.Popen([*words, str(limits.timeout_s), str(limits.start_s)], stdin=subprocess.DEVNULL)
     try:
         yield
@@ -191,9 +190,7 @@ def limited_start(limits: Limits, rank: int | None, presence: Presence | None, c
         watching.wait()
 
 
-def watch_start(
-    process: int, rank: str, call: str, presence: Presence | None, timeout_s: float, start_s: float
-) -> None:
+def watch_start(process: int, rank: str, presence: Presence | None, timeout_s: float, start_s: float) -> None:
     """Run the main loop of the process that watches a rank during its start, and kills the rank if a limit is exceeded.
 
     Return when the rank's process has ended.
@@ -201,7 +198,6 @@ def watch_start(
     Args:
         process: number of the rank's process.
         rank: for messages; "" if unknown.
-        call: name of the call that is limited.
         presence: the process numbers of this host's ranks; None if they are not known.
         timeout_s: longest time that a rank may be stopped.
         start_s: longest time of the call.
@@ -216,7 +212,7 @@ def watch_start(
             if now - since > timeout_s:
                 reason = f"rank {one} has been stopped for {timeout_s:g} s"
         if not reason and now - began > start_s:
-            reason = f"the ranks did not meet within {start_s:g} s in {call}"
+            reason = f"the ranks did not meet within {start_s:g} s in MPI_Init"
             reason += f"; {presence.describe_present()}" if presence is not None else ""
         if reason:
             reason = presence.first_reason(process, reason) if presence is not None else reason
@@ -226,6 +222,6 @@ def watch_start(
 
 
 if __name__ == "__main__":
-    process, rank, call, folder, local_ranks, timeout_s, start_s = sys.argv[1:]
+    process, rank, folder, local_ranks, timeout_s, start_s = sys.argv[1:]
     there = Presence(Path(folder), int(rank or 0), int(local_ranks)) if folder else None
-    watch_start(int(process), rank, call, there, float(timeout_s), float(start_s))
+    watch_start(int(process), rank, there, float(timeout_s), float(start_s))

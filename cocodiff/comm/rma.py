@@ -23,7 +23,6 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,21 +75,26 @@ class Peer:
     Counts of bytes begin at 0 and only grow.
     """
 
-    def __init__(self, group: RmaGroup, number: int, put: Callable[[Any, int], None], counters: Any, ring: Any) -> None:
+    def __init__(self, group: RmaGroup, number: int, counters: Any, rings: Any) -> None:
         """Set up the streams.
 
         Args:
             group: the group of both ranks.
             number: index of the peer in the group.
-            put: puts bytes to a place in the peer's ring buffer (0 and up) or among its counters (below 0).
-            counters: this rank's for the peer, int64 [2]: bytes that have arrived from it, bytes that it has taken.
-            ring: this rank's buffer that the peer writes to, uint8 [n].
+            counters: this rank's for all peers, int64 [ranks, 2]: bytes that have arrived, bytes that it has taken.
+            rings: this rank's buffers that the peers write to, uint8 [ranks, n].
         """
-        self._group, self.number, self.put, self._counters, self._ring = group, number, put, counters, ring
+        self._group, self.number, self._counters, self._ring = group, number, counters[number], rings[number]
         self._window = group.window
+        # where this rank's ring begins in the peer's window, and where its counters end there
+        self._ring_at, self._counters_end = counters.nbytes + group.index * rings.shape[1], (group.index + 1) * COUNTERS
         self.outgoing: deque[Message] = deque()
         self.incoming: deque[Message] = deque()
         self._sent, self._read = np.zeros(1, np.int64), np.zeros(1, np.int64)  # counts to put to the peer
+
+    def put(self, bits: Any, at: int) -> None:
+        """Put bytes into the peer's ring buffer (`at` is 0 or more) or among its counters for this rank (below 0)."""
+        self._window.Put([bits, self._group.byte], self.number, at + (self._ring_at if at >= 0 else self._counters_end))
 
     def send(self) -> bool:
         """Put bytes of outgoing messages into the peer's buffer, as many as it has room for, at most PIECE. Return True
@@ -186,25 +190,13 @@ class RmaGroup(MpiGroup):
     ) -> None:
         super().__init__(mpi, communicator, ranks, transport.health)
         self.window, self.turn, self.lock = window, transport.turn, threading.Lock()
-        self.probe, self.test_all = communicator.Iprobe, mpi.Request.Testall
+        self.probe, self.test_all, self.byte = communicator.Iprobe, mpi.Request.Testall, mpi.BYTE
         memory, size = np.frombuffer(window.tomemory(), dtype=np.uint8), len(ranks)
         memory[:] = 0  # the first use of a page takes long
         self._counters = memory[: size * COUNTERS].view(np.int64).reshape(size, 2)
         self._rings = memory[size * COUNTERS :].reshape(size, -1)
         self._seen = b""  # counters for which everything has been done
-        self._peers = [self._peer(number) for number in range(size)]
-
-    def _peer(self, number: int) -> Peer:
-        """Return the streams of bytes to and from the peer with index `number`."""
-        byte, put, counters = self._mpi.BYTE, self.window.Put, (self.index + 1) * COUNTERS
-        ring = self._counters.nbytes + self.index * self._rings.shape[1]
-
-        def put_there(bits: Any, at: int) -> None:
-            """Put bytes into the peer's ring buffer (`at` is 0 or more) or among its counters for this rank (below
-            0)."""
-            put([bits, byte], number, at + (ring if at >= 0 else counters))
-
-        return Peer(self, number, put_there, self._counters[number], self._rings[number])
+        self._peers = [Peer(self, number, self._counters, self._rings) for number in range(size)]
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         capacity, opened, call = self._rings.shape[1], list[Message](), call_tag(15) << CALL_BIT

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import threading
-from collections.abc import Sequence
+import socket
+from collections import defaultdict
 from copy import copy
 from functools import partial
 from importlib import import_module
@@ -16,9 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocodiff.comm.health import Health, call_tag
-from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, not_empty
+from cocodiff.comm.transport import (
+    ONECCL,
+    Group,
+    LandingMessages,
+    LaneOwner,
+    Messages,
+    Pending,
+    PostedMessages,
+    not_empty,
+)
 from cocodiff.config.errors import UserError
-from cocodiff.kernels.device import StreamMark, used_on_current_stream
+from cocodiff.kernels.device import used_on_current_stream
 
 CCL_BINDINGS = "oneccl_bindings_for_pytorch"  # registers "ccl"
 # The library's own timeout. The watch can tell a busy peer from a lost one, so this is long.
@@ -63,26 +72,6 @@ def gloo_group(ranks: tuple[int, ...], rank: int) -> Any:
     return gloo(dist.PrefixStore(f"{name}/{number}", whole), ranks.index(rank), len(ranks), options)
 
 
-class _Works:
-    """The messages of one call in flight over torch.distributed."""
-
-    def __init__(self, works: list[Any], on_device: Sequence[Tensor] = ()) -> None:
-        """Hold the library's handles (`torch.distributed.Work`) of the messages.
-
-        Args:
-            works: the handles.
-            on_device: the messages' tensors, if they are on an accelerator.
-        """
-        self._works, self._on_device = works, on_device
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        # The library may no longer hold the tensors. This stream waits for the messages, so memory used by it is kept.
-        used_on_current_stream(self._on_device)
-        self._works, self._on_device = [], ()
-
-
 class TorchDistGroup(Group):
     """A group of ranks that have a process group of torch.distributed for their messages.
 
@@ -103,7 +92,8 @@ class TorchDistGroup(Group):
     ) -> None:
         self._process_group, self._health = process_group, health or Health()
         self._on_cpu = device.type == "cpu"
-        self._nothing: dict[int, Tensor] = {}
+        # By peer, a byte with any value for calls without another message. It is kept, so that its address stays.
+        self._nothing = defaultdict[int, Tensor](partial(torch.zeros, 1, dtype=torch.uint8, device=device))
         self.ranks, self.index, self.device = ranks, ranks.index(rank), device
         self.receives_ahead = self._on_cpu  # device backends match the sends and receives of one batch
 
@@ -118,7 +108,8 @@ class TorchDistGroup(Group):
         if self._on_cpu:
             # The group's own calls, because the checks of irecv and isend in Python take as long as the call.
             received = [group.recv([tensor], peer, tag) for tensor, peer in recvs]
-            return _Works(received + [group.send([tensor], peer, tag) for tensor, peer in sends])
+            works = received + [group.send([tensor], peer, tag) for tensor, peer in sends]
+            return PostedMessages(*(work.wait for work in works))
         sends, recvs = self._both_ways(sends, recvs)
         # With receives listed first some backends deadlock, and torch 2.10's XCCL begins a message only when the one
         # before it has ended on both sides (ProcessGroupXCCL.cpp:990). So all ranks list theirs in one order: by the
@@ -130,8 +121,10 @@ class TorchDistGroup(Group):
         if self.in_one_order:
             listed.sort(key=itemgetter(0, 1))
         operations = [dist.P2POp(way, x, group=group, group_peer=peer) for *_, way, x, peer in listed]
-        tensors = [tensor for tensor, _ in sends + recvs]
-        return _Works(dist.batch_isend_irecv(operations) if operations else [], tensors)
+        works = dist.batch_isend_irecv(operations) if operations else []
+        # The library may no longer hold the tensors. This stream waits for the messages, so memory used by it is kept.
+        kept = partial(used_on_current_stream, [tensor for tensor, _ in sends + recvs])
+        return PostedMessages(*(work.wait for work in works), kept)
 
     def _both_ways(self, *lists: Messages) -> list[Messages]:
         """Add a message of one byte where two ranks have messages in one direction only. Return (sends, receives).
@@ -142,35 +135,23 @@ class TorchDistGroup(Group):
         Args:
             lists: the sends and the receives, which are changed in place.
         """
-        sent, received = ({peer: x for x, peer in messages} for messages in lists)
+        sent, received = ({peer for _, peer in messages} for messages in lists)
         for ways, others, messages in ((received, sent, lists[0]), (sent, received, lists[1])):
-            messages += [(self._byte(peer, x), peer) for peer, x in ways.items() if peer not in others]
+            messages += [(self._nothing[peer], peer) for peer in ways if peer not in others]
         return [*lists]
-
-    def _byte(self, peer: int, like: Tensor) -> Tensor:
-        """Return a byte with any value, to be sent to a peer or received from it where there is no other message.
-
-        It is the same tensor for each call with this peer, so that its address stays.
-
-        Args:
-            like: a tensor on the device that the byte is made on.
-        """
-        if peer not in self._nothing:
-            self._nothing[peer] = like.new_zeros(1, dtype=torch.uint8)
-        return self._nothing[peer]
 
     def collective(self, sends: Messages, recvs: Messages) -> Pending:
         if not self.at_once:
             return self.send_recv(sends, recvs)
         outgoing, sizes_out = self._by_peer(sends)
         incoming, sizes_in = self._by_peer(recvs)
-        sent = torch.cat([x for of_peer in outgoing for x in of_peer])
+        sent = torch.cat(outgoing)
         came = torch.empty(sum(sizes_in), dtype=torch.uint8, device=self.device)
         work = self._process_group.alltoall_base(came, sent, sizes_in, sizes_out, dist.AllToAllOptions())
-        return _Arriving(work, sent, came, [x for of_peer in incoming for x in of_peer], self.device)
+        return LandingMessages(self.device, incoming, partial(_unpack, work, sent, came, incoming))
 
-    def _by_peer(self, messages: Messages) -> tuple[list[list[Tensor]], list[int]]:
-        """Return, for each peer, its messages as bytes, in order; and, for each peer, their total size in bytes.
+    def _by_peer(self, messages: Messages) -> tuple[list[Tensor], list[int]]:
+        """Return (the messages as bytes, peer by peer and each peer's in order; for each peer their size in bytes).
 
         A peer without messages gets one byte, since sizes of zero have been found to fail in oneCCL.
         """
@@ -178,7 +159,7 @@ class TorchDistGroup(Group):
         for tensor, peer in messages:
             parts[peer] += [tensor.view(-1).view(torch.uint8)] if tensor.numel() else []
         parts = [of_peer or [torch.zeros(1, dtype=torch.uint8, device=self.device)] for of_peer in parts]
-        return parts, [sum(x.numel() for x in of_peer) for of_peer in parts]
+        return [x for of_peer in parts for x in of_peer], [sum(x.numel() for x in of_peer) for of_peer in parts]
 
     def barrier(self) -> None:
         self._health.arrive("a barrier", self.ranks)
@@ -189,36 +170,20 @@ class TorchDistGroup(Group):
                 dist.barrier(group=self._process_group)
 
 
-class _Arriving:
-    """The messages of one all-to-all in flight over torch.distributed, which arrive in one buffer.
+def _unpack(work: Any, sent: Tensor, came: Tensor, messages: list[Tensor]) -> None:
+    """Wait for an all-to-all, and start to copy what it has received into the messages' tensors.
 
-    The first `wait` copies them from there, on its stream. Every `wait` makes its stream wait for these copies.
+    Args:
+        work: the library's handle.
+        sent: buffer with all bytes that are sent.
+        came: buffer for all bytes that are received.
+        messages: the tensors that the received bytes are for, as bytes, in their order in `came`.
     """
-
-    def __init__(self, work: Any, sent: Tensor, came: Tensor, messages: list[Tensor], device: torch.device) -> None:
-        """Hold the messages of an all-to-all in flight.
-
-        Args:
-            work: the library's handle.
-            sent: buffer with all bytes that are sent.
-            came: buffer for all bytes that are received.
-            messages: the tensors that the received bytes are for, as bytes, in their order in `came`.
-        """
-        self._work, self._held, self._messages, self._device = work, [sent, came], messages, device
-        self._lock = threading.Lock()
-        self._done: StreamMark | None = None
-
-    def wait(self) -> None:
-        with self._lock:
-            if self._done is None:
-                self._work.wait()
-                _, came = used_on_current_stream(self._held)
-                parts = came.split([message.numel() for message in self._messages])
-                for message, part in zip(self._messages, parts, strict=True):
-                    message.copy_(part)
-                self._work, self._held, self._done = None, [], StreamMark(self._device)
-        self._done.wait()
-        used_on_current_stream(self._messages)
+    work.wait()
+    parts = came.split([message.numel() for message in messages])
+    used_on_current_stream([sent, came])
+    for message, part in zip(messages, parts, strict=True):
+        message.copy_(part)
 
 
 class TorchDistTransport(LaneOwner):
@@ -244,10 +209,11 @@ class TorchDistTransport(LaneOwner):
         counted = owns_group or bool(_users)
         if counted:
             _users.append(self)
-        if carrier is not None:
-            from cocodiff.comm.groups import nodes_to_tell_apart
-
-            self.node_of = nodes_to_tell_apart(self)
+        # oneCCL's groups with ranks of several nodes pass all messages through the host's memory, also between tiles of
+        # a card (2021.17: send and receive ask where the group's ranks are). All-to-alls do not, but there messages
+        # within a node wait for those between nodes (src/coll/algorithms/alltoallv.cpp).
+        if self.library in ONECCL:
+            self.node_of = self.all_gather_values(socket.gethostname(), "the names of nodes")
         everyone, ours = tuple(range(self.size)), counted and self.library == dist.get_backend()
         # A process group that another program initialised has time limits of its own.
         self.world = self._by_node(everyone, self._group_over(dist.group.WORLD, everyone) if ours else None)

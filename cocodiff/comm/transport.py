@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,12 +27,13 @@ from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
 from cocodiff.config.registry import imported
 from cocodiff.kernels import Kernels
-from cocodiff.kernels.device import HandedOver, OwnStream
+from cocodiff.kernels.device import HandedOver, OwnStream, StreamMark, used_on_current_stream
 from cocodiff.topology import Topology
 
 T = TypeVar("T")
 Messages = list[tuple[Tensor, int]]  # tensors, each with the peer that it goes to or comes from
 TOGETHER = {"auto": None, "batch": False, "alltoall": True}  # values for `Transport.group` by setting `messages`
+ONECCL = ("xccl", "ccl")  # names of the backends that are oneCCL's
 CHECK_S = 0.25  # seconds between two checks of a blocked wait for lost peers
 
 
@@ -45,6 +45,53 @@ class Pending(Protocol):
 
         On accelerators the caller's stream waits, and the messages' tensors count as used by it.
         """
+
+
+class PostedMessages:
+    """The messages of one call in flight, as the functions by which a library waits for them.
+
+    The first `wait` calls these, and later ones do nothing.
+    """
+
+    def __init__(self, *waits: Callable[[], object]) -> None:
+        """Hold the functions, with the tensors that they keep alive, until the messages have arrived.
+
+        Args:
+            waits: functions without arguments, in the order in which they are called.
+        """
+        self._waits = waits
+
+    def wait(self) -> None:
+        for one in self._waits:
+            one()
+        self._waits = ()
+
+
+class LandingMessages:
+    """The messages of one call in flight that are put in place, such as copied to a device, once they have arrived.
+
+    The first `wait` does that, on its stream. Every `wait` makes its stream wait for it.
+    """
+
+    def __init__(self, device: torch.device, received: list[Tensor], land: Callable[[], object]) -> None:
+        """Hold messages.
+
+        Args:
+            device: the device of the tensors.
+            received: the tensors that receive.
+            land: waits for the messages and starts to put them in place, on the current stream.
+        """
+        self._device, self._on_device, self._land, self._lock = device, received, land, threading.Lock()
+        self._landed: StreamMark | None = None
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._landed is None:
+                self._land()
+                self._landed = StreamMark(self._device)
+                del self._land  # which may hold buffers
+        self._landed.wait()
+        used_on_current_stream(self._on_device)
 
 
 class Group(ABC):
@@ -151,12 +198,12 @@ class Transport(ABC):
         """True after `close`."""
         return self._closed
 
-    @property
+    @cached_property
     def run_ranks(self) -> tuple[int, ...]:
         """The numbers of these ranks in the whole run."""
         return tuple(range(self.size))
 
-    @property
+    @cached_property
     def run_size(self) -> int:
         """The number of ranks in the whole run."""
         return self.size
@@ -217,8 +264,7 @@ class Transport(ABC):
             at: name of the call, which errors report if other ranks make another call.
         """
         of_ranks = self.gather_values(value, at)
-        found: T = self.broadcast_value(None if of_ranks is None else merge(of_ranks), at)
-        return found
+        return self.broadcast_value(None if of_ranks is None else merge(of_ranks), at)
 
     def all_gather_values(self, value: Any, at: str = "all_gather_values") -> list[Any]:
         """Return the list of all ranks' values, in the order of ranks, on every rank. All ranks call this.
@@ -348,6 +394,7 @@ class SubTransport(Transport):
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, tuple(ranks)
         self.rank, self.size, self.control = self._ranks.index(whole.rank), len(self._ranks), whole.control
+        self.run_ranks, self.run_size = tuple(whole.run_ranks[rank] for rank in self._ranks), whole.run_size
         self.device = whole.device
         self.health = whole.health  # any lost rank of the run ends the part too, and is named by its number in the run
         everyone = tuple(range(self.size))
@@ -361,15 +408,6 @@ class SubTransport(Transport):
     @property
     def closed(self) -> bool:
         return self._closed or self._whole.closed
-
-    @property
-    def run_ranks(self) -> tuple[int, ...]:
-        of_whole = self._whole.run_ranks
-        return tuple(of_whole[rank] for rank in self._ranks)
-
-    @property
-    def run_size(self) -> int:
-        return self._whole.run_size
 
     def group(self, ranks: Sequence[int], together: bool | None = None) -> PartGroup:
         members = [self._ranks[rank] for rank in ranks]
@@ -427,22 +465,22 @@ def check_counts(peers: int, *lists: list[Tensor]) -> None:
                 raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pack it first")
 
 
-def pass_values(group: Group, sent: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int, Tensor]:
+def pass_values(group: Group, sent: Messages, sources: Iterable[int]) -> dict[int, Tensor]:
     """Send bytes to some peers and receive bytes of unknown sizes from others. Return those received, by peer.
 
     Sizes are sent first. This blocks; it is for jobs of a background thread (`Lane`).
 
     Args:
         group: a group for messages in host memory.
-        sent: uint8 tensors by the peer that they go to.
+        sent: uint8 tensors, each with the peer that it goes to.
         sources: peers to receive from.
     """
-    lengths = {peer: torch.tensor([len(content)], device="cpu") for peer, content in sent.items()}
-    expected = {peer: torch.empty(1, dtype=torch.int64, device="cpu") for peer in sources}
-    group.send_recv(_by_peer(lengths), _by_peer(expected)).wait()
-    found = {peer: torch.empty(int(length), dtype=torch.uint8, device="cpu") for peer, length in expected.items()}
-    group.send_recv(_by_peer(sent), _by_peer(found)).wait()
-    return found
+    lengths = [(torch.tensor([len(content)], device="cpu"), peer) for content, peer in sent]
+    expected = [(torch.empty(1, dtype=torch.int64, device="cpu"), peer) for peer in sources]
+    group.send_recv(lengths, expected).wait()
+    found = [(torch.empty(int(length), dtype=torch.uint8, device="cpu"), peer) for length, peer in expected]
+    group.send_recv(sent, found).wait()
+    return {peer: content for content, peer in found}
 
 
 def gather_values(group: Group, value: Any) -> list[Any] | None:
@@ -455,9 +493,9 @@ def gather_values(group: Group, value: Any) -> list[Any] | None:
         value: plain data, of the types that `as_bytes` takes.
     """
     if group.index:
-        pass_values(group, {0: as_bytes(value)}, ())
+        pass_values(group, [(as_bytes(value), 0)], ())
         return None
-    received = pass_values(group, {}, range(1, len(group.ranks)))
+    received = pass_values(group, [], range(1, len(group.ranks)))
     return [value, *(as_value(received[peer]) for peer in range(1, len(group.ranks)))]
 
 
@@ -476,16 +514,11 @@ def broadcast_value(group: Group, value: Any) -> Any:
     while bit < size and not own & bit:
         bit *= 2
     # `bit` is the lowest set bit of this rank's number. The rank without that bit sends to this one.
-    content = as_bytes(value) if own == 0 else pass_values(group, {}, (own - bit,))[own - bit]
+    content = as_bytes(value) if own == 0 else pass_values(group, [], (own - bit,))[own - bit]
     while bit := bit // 2:
         if own + bit < size:
-            pass_values(group, {own + bit: content}, ())
+            pass_values(group, [(content, own + bit)], ())
     return value if own == 0 else as_value(content)
-
-
-def _by_peer(tensors: Mapping[int, Tensor]) -> Messages:
-    """Return tensors, given by peer, as the list of (tensor, peer) that `Group.send_recv` takes."""
-    return [(tensor, peer) for peer, tensor in tensors.items()]
 
 
 def not_empty(messages: Messages) -> Messages:
@@ -501,19 +534,14 @@ class LaneFuture(Generic[T]):
 
     def wait(self) -> T:
         """Wait for the job and return its result. Raise what the job raised, or PeerLost if a rank was lost."""
-        while True:
-            try:
-                handed = self._future.result(timeout=CHECK_S)
-            except FutureTimeout as late:
-                # This may be the job's own error or this wait's: the job may have ended just after the wait gave up.
-                if self._future.done() and self._future.exception() is late:
-                    raise
-                self._health.still_waiting()
-            except Exception:
-                with self._health.blaming():
-                    raise
-            else:
-                return handed.take()
+        while not self._future.done() and not wait([self._future], CHECK_S).done:
+            self._health.still_waiting()
+        try:
+            handed = self._future.result()
+        except Exception:
+            with self._health.blaming():
+                raise
+        return handed.take()
 
 
 class Worker:
@@ -573,28 +601,20 @@ class Lane:
         future: Future[Any] = Future()
         inference = torch.is_inference_mode_enabled()  # this mode belongs to the thread
         handed = HandedOver(given, self._device)
-        self.worker.run(partial(copy_context().run, self._run, work, handed, future, inference))
+
+        def run() -> None:
+            try:
+                # Tensors made in inference mode can be changed in place only in that mode, on any thread. Leaving the
+                # mode turns gradients on, so they are turned off inside.
+                with self._stream.current(), torch.inference_mode(inference), torch.no_grad():
+                    future.set_result(HandedOver(work(*handed.take()), self._device))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.worker.run(partial(copy_context().run, run))
         return LaneFuture(future, self._health)
 
     def close(self) -> None:
         """End the lane after the jobs that were submitted so far."""
         self._open = False
         self.worker.close()
-
-    def _run(
-        self, work: Callable[..., T], given: HandedOver[Any], future: Future[HandedOver[T]], inference: bool
-    ) -> None:
-        """Run a job in the caller's inference mode and on the lane's stream. Put its result or its error into `future`.
-
-        Args:
-            work: the job.
-            given: its arguments, handed over from the caller's stream.
-            inference: the caller's inference mode.
-        """
-        try:
-            # Tensors made in inference mode can be changed in place only in that mode, on any thread. Leaving the mode
-            # turns gradients on, so they are turned off inside.
-            with self._stream.current(), torch.inference_mode(inference), torch.no_grad():
-                future.set_result(HandedOver(work(*given.take()), self._device))
-        except BaseException as error:
-            future.set_exception(error)

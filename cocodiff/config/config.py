@@ -258,24 +258,18 @@ class Config:
         if self.ring_kind == "auto" and self.chunks != 1:
             object.__setattr__(self, "ring_kind", "keys")
         if self.ring_kind != "keys" and self.chunks != 1:
-            raise UserError(
-                f"ring_kind {self.ring_kind} sends whole queries, chunks {self.chunks} attends to some of them at a "
-                f"time: choose chunks 1 or ring_kind keys"
-            )
+            some = f"chunks {self.chunks} attends to some of them at a time: choose chunks 1 or ring_kind keys"
+            raise UserError(f"ring_kind {self.ring_kind} sends whole queries, {some}")
         if self.selection == "v_major" and self.schedule == "list" and not self.ratios:
             raise UserError("schedule list needs ratios: one stable fraction for each step")
         if self.selection == "v_major" and self.scoring == "card" and self.exchange != "tapa":
             raise UserError(f"scoring card needs exchange tapa, not {self.exchange}: choose scoring source")
         if self.codec != "none" and self.selection != "full":
-            raise UserError(
-                f"codec {self.codec} sends what every token changed by, selection {self.selection} some tokens whole: "
-                f"choose codec none or selection full"
-            )
+            other = f"selection {self.selection} some tokens whole: choose codec none or selection full"
+            raise UserError(f"codec {self.codec} sends what every token changed by, {other}")
         if self.arrival != "now" and self.selection != "full":
-            raise UserError(
-                f"arrival {self.arrival} takes the prediction of whole tensors, selection {self.selection} sends only "
-                f"some of their tokens: choose arrival now or selection full"
-            )
+            other = f"selection {self.selection} sends only some of their tokens: choose arrival now or selection full"
+            raise UserError(f"arrival {self.arrival} takes the prediction of whole tensors, {other}")
 
     @property
     def split(self) -> tuple[str, int | None] | None:
@@ -393,14 +387,11 @@ def load_exchange_table(machine: str, nodes: int, path: str | None = None) -> li
         rows, there = _measured(known, machine, nodes)
         table = rows and [(math.inf if limit is None else float(limit), str(name)) for limit, name in rows]
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{file}: not a table of machine -> nodes -> [[MB, exchange], ...] ({error}); {remedy}"
-        ) from error
+        wrong = f"not a table of machine -> nodes -> [[MB, exchange], ...] ({error})"
+        raise UserError(f"{file}: {wrong}; {remedy}") from error
     if table is None:
-        raise UserError(
-            f"exchange auto: {file.name} has no table for machine {machine} on {nodes} node(s) but for {there}; "
-            f"{remedy}"
-        )
+        wrong = f"{file.name} has no table for machine {machine} on {nodes} node(s) but for {there}"
+        raise UserError(f"exchange auto: {wrong}; {remedy}")
     for _, name in table:
         check_choice(f"exchange in {file.name}", name, EXCHANGES)
     if not table or table != sorted(table, key=lambda row: row[0]) or table[-1][0] != math.inf:
@@ -420,10 +411,8 @@ def load_chunk_table(machine: str, nodes: int) -> tuple[int, float]:
     """
     found, there = _measured(read_yaml(shipped_folder("exchange") / "chunks.yaml"), machine, nodes)
     if found is None:
-        raise UserError(
-            f"chunks auto: machine {machine} on {nodes} node(s) was not measured, but {there} were; give a number of "
-            f"chunks, 1 for none"
-        )
+        wrong = f"machine {machine} on {nodes} node(s) was not measured, but {there} were"
+        raise UserError(f"chunks auto: {wrong}; give a number of chunks, 1 for none")
     chunks, from_mb = found
     return int(chunks), float(from_mb)
 

@@ -1,4 +1,4 @@
-"""Reading of small settings files, and writing of files that appear complete or are flushed to disk.
+"""Reading of small settings files, writing of files that appear complete or are flushed to disk, and the host's memory.
 
 Only regular files are read: opening a named pipe or a device may never return.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from cocodiff.config.errors import UserError
 
 MIB = 2**20
 SETTINGS_BYTES = 16 * MIB  # far more than any settings file or model configuration holds
+# Whether a path exists, and is a folder. Unlike Path's methods they are False for a name that no file can have.
+is_there, is_folder = os.path.exists, os.path.isdir
 # words for the file types that are refused, by the type bits of `st_mode`
 KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -34,19 +37,6 @@ def irregular(path: str | Path) -> str:
     """
     mode = stat.S_IFMT(Path(path).stat().st_mode)
     return "" if mode == stat.S_IFREG else KINDS.get(mode, "no regular file")
-
-
-def is_there(path: str | Path) -> bool:
-    """Return True if a path exists. A name that no file can have, for instance one that is too long, gives False."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return False
-
-
-def is_folder(path: str | Path) -> bool:
-    """Return True if a path exists and is a folder. A name that no file can have gives False."""
-    return is_there(path) and Path(path).is_dir()
 
 
 def _read_text(path: str | Path, form: str) -> str:
@@ -103,6 +93,13 @@ def read_mapping(path: str | Path, form: str, parse: Callable[[str], Any], wante
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no {wanted} but {type(data).__name__}")
     return data
+
+
+def available_memory() -> int | None:
+    """Return the bytes of memory that this host has available; None if the system does not report it."""
+    listed = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable:\s+(\d+)", listed.read_text(), re.MULTILINE) if listed.exists() else None
+    return int(found[1]) * 1024 if found else None
 
 
 @contextmanager

@@ -112,22 +112,18 @@ class Machine:
             raise UserError(f"machine {self.name}: {self.cards} cards of {self.tiles} tiles: both must be at least 1")
         whole_node = self.tiles_per_node
         if self.links.nic_of and len(self.links.nic_of) != whole_node:
-            raise UserError(
-                f"machine {self.name}: nic_of names the NICs of {len(self.links.nic_of)} tiles: give one for each of "
-                f"the {whole_node or 'tiles of a node of fixed size'}"
-            )
+            wanted = f"give one for each of the {whole_node or 'tiles of a node of fixed size'}"
+            raise UserError(f"machine {self.name}: nic_of names the NICs of {len(self.links.nic_of)} tiles: {wanted}")
         if len(self.planes) not in (self.tiles, whole_node):
-            raise UserError(
-                f"machine {self.name}: {len(self.planes)} plane entries; give one for each of the {self.tiles} tiles "
-                f"of a card" + ("" if whole_node is None else f" or one for each of the {whole_node} tiles of a node")
-            )
+            wanted = f"give one for each of the {self.tiles} tiles of a card"
+            wanted += "" if whole_node is None else f" or one for each of the {whole_node} tiles of a node"
+            raise UserError(f"machine {self.name}: {len(self.planes)} plane entries; {wanted}")
         for first in range(0, len(self.planes), self.tiles):
             of_card = self.planes[first : first + self.tiles]
             if sorted(of_card) != list(range(self.tiles)):
-                raise UserError(
-                    f"machine {self.name}: tiles {first}..{first + self.tiles - 1} form a card and have planes "
-                    f"{list(of_card)}; every card needs one tile in each of the planes 0..{self.tiles - 1}"
-                )
+                wrong = f"tiles {first}..{first + self.tiles - 1} form a card and have planes {list(of_card)}"
+                wanted = f"every card needs one tile in each of the planes 0..{self.tiles - 1}"
+                raise UserError(f"machine {self.name}: {wrong}; {wanted}")
 
     @property
     def tiles_per_node(self) -> int | None:
@@ -139,10 +135,9 @@ class Machine:
         machine's value."""
         for belief in self.beliefs:
             if not belief.low <= self.value(belief.name) <= belief.high:
-                raise UserError(
-                    f"machine {self.name}: belief {belief.name} from {belief.low:g} to {belief.high:g} does not "
-                    f"include the machine's own value, {self.value(belief.name):g}"
-                )
+                wrong = f"does not include the machine's own value, {self.value(belief.name):g}"
+                ends = f"from {belief.low:g} to {belief.high:g}"
+                raise UserError(f"machine {self.name}: belief {belief.name} {ends} {wrong}")
 
     def value(self, name: str) -> float:
         """Return a number of the machine's links or device, by the name of its field. Raise UserError for a name that

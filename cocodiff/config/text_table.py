@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 
 def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
@@ -12,13 +13,9 @@ def spans(numbers: Iterable[int], to: str = "-") -> list[str]:
     Args:
         to: text between the two ends of a range.
     """
-    found: list[list[int]] = []
-    for number in sorted({*numbers}):
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return [to.join(map(str, ends)) for ends in found]
+    placed = enumerate(sorted({*numbers}))
+    runs = [[number for _, number in run] for _, run in groupby(placed, lambda one: one[1] - one[0])]
+    return [to.join(map(str, dict.fromkeys((run[0], run[-1])))) for run in runs]
 
 
 def aligned(rows: Iterable[Sequence[str]], align: str, indent: str = "") -> list[str]:

@@ -64,18 +64,10 @@ def build_strategy(config: Config, mesh: Mesh, context: RankContext, local: Loca
     return Ulysses(topology, exchange, context.trace, load(ORDERS, config.order), codec, local, ring)
 
 
-def codec_name(config: Config) -> str:
-    """Return the import string of the codec's class, such as "cocodiff.attention.residual:Residual", by the settings
-    `codec`, `arrival` and `selection`."""
-    if config.arrival != "now":
-        return ARRIVALS[config.arrival]
-    return CODECS[config.codec] if config.codec != "none" else SELECTIONS[config.selection]
-
-
 def codec_class(config: Config) -> type[Codec]:
     """Return the class of the codec that the settings `codec`, `arrival` and `selection` ask for."""
-    codec: type[Codec] = imported(codec_name(config))
-    return codec
+    name = CODECS[config.codec] if config.codec != "none" else SELECTIONS[config.selection]
+    return imported(name if config.arrival == "now" else ARRIVALS[config.arrival])
 
 
 def _of_job(config: Config, work: AttentionWork) -> AttentionWork:
@@ -101,8 +93,7 @@ def with_codec_chosen(config: Config, topology: Topology, work: AttentionWork) -
     """
     if config.codec != "auto":
         return config, None
-    chosen: tuple[Config, str] = planner().choose_codec(config, topology, _of_job(config, work))
-    return chosen
+    return planner().choose_codec(config, topology, _of_job(config, work))
 
 
 def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
@@ -120,8 +111,7 @@ def mesh_of(config: Config, topology: Topology, work: AttentionWork) -> Mesh:
     if not topology.machine.missing_rates:
         work = _of_job(config, work)
     plain = mesh_without_ring(topology, work.heads, config.ring, codec_class(config).keeps_state, config.ring_kind)
-    chosen: Mesh = plain or planner().choose_mesh(config, topology, work)
-    return chosen
+    return plain or planner().choose_mesh(config, topology, work)
 
 
 def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
@@ -134,8 +124,7 @@ def exchange_table(config: Config, topology: Topology) -> ExchangeTable | None:
     """
     if config.exchange != "auto":
         return None
-    rows = load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
-    return ExchangeTable(tuple(rows))
+    return load_exchange_table(topology.machine.name, topology.nodes, config.exchange_table)
 
 
 def chunking(config: Config, topology: Topology) -> Chunking:

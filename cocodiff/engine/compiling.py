@@ -80,25 +80,20 @@ class Compiler:
         was replaced."""
         blocks = self.blocks_of(model)
         if not blocks:
-            raise UserError(
-                f"{type(model).__name__} has no list of blocks that attend, which alone are compiled: run it without "
-                f"compile"
-            )
+            wrong = f"{type(model).__name__} has no list of blocks that attend, which alone are compiled"
+            raise UserError(f"{wrong}: run it without compile")
         for name, hook in stateful_hooks(model.named_modules()):
-            raise UserError(
-                f"{name or 'the transformer'} has the cache hook {type(hook).__name__}, and compiled blocks have no "
-                f"place for what it decides: call transformer.disable_cache(), or run without compile"
-            )
+            hooked = f"{name or 'the transformer'} has the cache hook {type(hook).__name__}"
+            remedy = "call transformer.disable_cache(), or run without compile"
+            raise UserError(f"{hooked}, and compiled blocks have no place for what it decides: {remedy}")
         self.check_forwards(model)
 
     def check_forwards(self, model: nn.Module) -> None:
         """Raise UserError if a model has a block whose `forward` was replaced, as hooks for offloading do."""
         for name, block in self.blocks_of(model):
             if "forward" in vars(block):
-                raise UserError(
-                    f"{name} cannot be compiled: its forward was replaced, as hooks for offloading do: remove them, or "
-                    f"run without compile"
-                )
+                wrong = f"{name} cannot be compiled: its forward was replaced, as hooks for offloading do"
+                raise UserError(f"{wrong}: remove them, or run without compile")
 
     def attach(self, model: nn.Module, forwards: Mapping[type, Function]) -> Callable[[], None]:
         """Replace the forward of a model's blocks by compiled ones. Return a function that puts the old ones back.

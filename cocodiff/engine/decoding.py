@@ -188,8 +188,7 @@ class TiledVAE(SharedVAE):
         """
         vae = self._copy(tiling=True)
         vae._modules = {**vae._modules, "decoder": _InPlaceOfDecoder(vae.decoder, call)}
-        image: Tensor = vae.decode(z, return_dict=False, **options)[0]
-        return image
+        return vae.decode(z, return_dict=False, **options)[0]
 
 
 class _InPlaceOfDecoder(nn.Module):
@@ -408,8 +407,8 @@ class Bands(TorchFunctionMode):
         super().__init__()
         self._transport, self._rows, self._axis = transport, rows, axis
         self._instead: dict[Any, Callable[..., Tensor]] = {
-            F.conv2d: self._conv2d,
-            F.conv3d: self._conv3d,
+            F.conv2d: self._convolve,
+            F.conv3d: self._convolve,
             F.scaled_dot_product_attention: self._attend,
             F.group_norm: self._group_norm,
         }
@@ -419,38 +418,25 @@ class Bands(TorchFunctionMode):
     ) -> Any:
         return self._instead.get(func, func)(*args, **(kwargs or {}))
 
-    def _conv2d(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, *more: Any) -> Tensor:
-        """Compute a convolution on this rank's band: `torch.nn.functional.conv2d` with the neighbours' rows at the
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, *more: Any) -> Tensor:
+        """Compute a convolution on this rank's band: torch's `conv2d` or `conv3d`, with the neighbours' rows at the
         edges.
 
         Args:
-            x: the band, [B, C, height, width].
-            weight: as for `conv2d`.
-            bias: as for `conv2d`.
-            stride: as for `conv2d`.
-            padding: rows and columns of zeros at each side.
-            more: further arguments of `conv2d`.
+            x: the band, [B, C, height, width]; for `conv3d` [B, C, frames, height, width], padded by its layer already.
+            weight: as for torch's function.
+            bias: as for torch's function.
+            stride: as for torch's function.
+            padding: zeros at each side of every dimension after C.
+            more: further arguments of torch's function.
         """
         padding = list(padding)
         if padding[self._axis]:  # pad before the convolution, to make place for the neighbours' rows
             x = F.pad(x, (0, 0, 1, 1) if self._axis == -2 else (1, 1, 0, 0))
             padding[self._axis] = 0
         self._take_edges(x, weight, stride)
-        return F.conv2d(x, weight, bias, stride, padding, *more)
-
-    def _conv3d(self, x: Tensor, weight: Tensor, bias: Any, stride: Any, *more: Any) -> Tensor:
-        """Compute a convolution on this rank's band: `torch.nn.functional.conv3d` with the neighbours' rows at the
-        edges.
-
-        Args:
-            x: the band, [B, C, frames, height, width], which its layer has padded already.
-            weight: as for `conv3d`.
-            bias: as for `conv3d`.
-            stride: as for `conv3d`.
-            more: further arguments of `conv3d`.
-        """
-        self._take_edges(x, weight, stride)
-        return F.conv3d(x, weight, bias, stride, *more)
+        convolve = F.conv2d if x.ndim == 4 else F.conv3d
+        return convolve(x, weight, bias, stride, padding, *more)
 
     def _take_edges(self, x: Tensor, weight: Tensor, stride: Sequence[int]) -> None:
         """Write the neighbouring bands' rows over the padding of a convolution's input, in place, in one exchange with

@@ -251,8 +251,7 @@ class FirstBlockCache:
         if self._image is None:
             why = "has blocks that return several tensors, and diffusers does not tell which is the image"
             raise self._refusal(why)
-        found: Tensor = output[self._image]
-        return found
+        return output[self._image]
 
     def _changed(self, now_BLC: Tensor, before_BLC: Tensor, ranks: SequenceRanks) -> bool:
         """Return True if the first block's change differs too much from the kept one, summed over all ranks' tokens, or

@@ -12,6 +12,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,17 +167,14 @@ def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, 
         if len(own) < CALLS:
             own.append(copy.deepcopy(dict(signature.bind(*args, **kwargs).arguments)))
 
-    handles = [model.register_forward_pre_hook(keep, with_kwargs=True) for model in models]
-    try:
-        pipe(**arguments)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{type(pipe).__name__} with {', '.join(arguments)}: {error}: call cocodiff.verify(pipe, inputs=...) with "
-            f"what it wants"
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for model in models:
+            hooks.callback(model.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        try:
+            pipe(**arguments)
+        except (TypeError, ValueError) as error:
+            given = f"{type(pipe).__name__} with {', '.join(arguments)}"
+            raise UserError(f"{given}: {error}: call cocodiff.verify(pipe, inputs=...) with what it wants") from error
     if not all(calls):
         of = f"{len(models)} transformers" if len(models) > 1 else "transformer"
         raise UserError(f"{type(pipe).__name__} did not call its {of}: give inputs that make it")

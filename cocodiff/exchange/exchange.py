@@ -15,7 +15,7 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.exchange.messages import BlockSet, Target, run_phase, run_pipelined
 from cocodiff.exchange.outgoing import Outgoing
-from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, chunk_ranks, megabytes_per_rank
+from cocodiff.topology.routes.chunks import Chunking, ExchangeTable, chunk_ranks, exchange_for, megabytes_per_rank
 from cocodiff.topology.routes.plans import Phase, Plan, plan_of, reverse
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Exchange(RankContext):
         """
         if self._table is None:
             return self._name
-        return self._table.exchange_for(megabytes_per_rank(blocks.layout, blocks.cell_bytes))
+        return exchange_for(self._table, megabytes_per_rank(blocks.layout, blocks.cell_bytes))
 
     def submit(self, outgoing: Outgoing) -> LaneFuture[Target]:
         """Start sending tensors. Return the future of the tensors that this rank receives in exchange, as a `Target`.

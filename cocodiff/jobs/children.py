@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import resource
 import shutil
 import signal
@@ -22,12 +21,12 @@ from typing import Any
 
 from cocodiff.comm.launch import python_words
 from cocodiff.config.errors import UserError
+from cocodiff.config.files import available_memory
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # each, sent to the parent, ends all children
 
 AGAIN_S = 0.05  # delay until an interrupt that Python dropped is raised again
 STOP_S = 10.0  # longest time for a job to end after SIGTERM
-PROC = Path("/proc")
 # Bytes that a CPU rank needs besides weights and activations after its first step. About half are pages of imported
 # modules, which are shared after a fork until Python changes reference counts in them. The rest are buffers of
 # connections and lanes, kernels compiled by oneDNN, and memory that the C library's allocator keeps.
@@ -192,7 +191,7 @@ def signal_all(children: Iterable[int], number: signal.Signals) -> None:
 
 def check_room(ranks: int) -> None:
     """Raise UserError if this host lacks memory, processes or open files for `ranks` forked processes."""
-    memory = _available_memory()
+    memory = available_memory()
     if memory is not None and ranks * LIBRARIES > memory:
         said = f"each takes {LIBRARIES >> 20} MiB at least and {memory >> 20} MiB are available"
         remedy = f"start up to {memory // LIBRARIES} here, or ranks on several hosts with mpiexec or torchrun"
@@ -207,16 +206,9 @@ def check_room(ranks: int) -> None:
         raise UserError(f"--ranks {ranks}: {said}: allow more with ulimit -n {2 * files}, or start fewer")
 
 
-def _available_memory() -> int | None:
-    """Return the memory available on this host, in bytes; None if the system does not report it."""
-    listed = PROC / "meminfo"
-    found = re.search(r"^MemAvailable:\s+(\d+)", listed.read_text(), re.MULTILINE) if listed.exists() else None
-    return int(found[1]) * 1024 if found else None
-
-
 def _allowed_processes() -> int | None:
     """Return the largest number of processes that this user may have; None if the system does not report it."""
-    listed = PROC / "sys" / "kernel" / "pid_max"
+    listed = Path("/proc/sys/kernel/pid_max")
     limits = [int(listed.read_text())] if listed.exists() else []
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     return min(limits + ([] if soft == resource.RLIM_INFINITY else [soft]), default=None)

@@ -94,7 +94,7 @@ def shown(out: str) -> str:
 def refusing(out: str) -> Iterator[None]:
     """Raise a UserError about the folder of results in place of an error of the file system in the block.
 
-    out: value of the option --out
+    out: value of the option --out, shortened
     """
     try:
         yield
@@ -102,24 +102,8 @@ def refusing(out: str) -> Iterator[None]:
         if isinstance(error, UserError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
-        said = f"--out {shown(out)}: no results can be written there ({reason}): choose another folder"
+        said = f"--out {out}: no results can be written there ({reason}): choose another folder"
         raise UserError(said) from error
-
-
-def check_place(out: str, final: Path) -> None:
-    """Raise UserError if the folder of results cannot be made or written to. Nothing is left in it.
-
-    Args:
-        out: value of the option --out, for errors
-        final: the folder that it names
-    """
-    with refusing(out):
-        if final.exists() and not final.is_dir():
-            raise UserError(f"--out {shown(out)} is a file: name a folder")
-        above = next(path for path in (final, *final.parents) if path.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(f"--out {shown(out)}: no permission to write in {above}: choose another folder")
-        tempfile.TemporaryFile(dir=above).close()  # /proc and full disks raise only when something is written
 
 
 def _move(source: Path, target: Path) -> None:
@@ -164,18 +148,22 @@ class OutputFolder:
         self.run = secrets.token_hex(8)
         with refusing(self.out):
             self.final = Path(out).resolve()
-        self.partial, self._lock_file = self.final / PARTIAL, self.final / LOCK
-        self.store = Store(self.partial)
-        check_place(out, self.final)
-        with refusing(self.out):
+            self.partial, self._lock_file = self.final / PARTIAL, self.final / LOCK
+            self.store = Store(self.partial)
+            self._check_place()
             if self._lock_file.is_file() and self.finished is None:  # fail before a run is prepared
-                lock = os.open(self._lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    self._lock(lock, fcntl.LOCK_SH)
-                finally:
-                    os.close(lock)
+                os.close(self._opened_lock(os.O_RDONLY, fcntl.LOCK_SH))
             self._check_leftover()
             self._check_free()
+
+    def _check_place(self) -> None:
+        """Raise UserError if the folder of results cannot be made or written to. Nothing is left in it."""
+        if self.final.exists() and not self.final.is_dir():
+            raise UserError(f"--out {self.out} is a file: name a folder")
+        above = next(path for path in (self.final, *self.final.parents) if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"--out {self.out}: no permission to write in {above}: choose another folder")
+        tempfile.TemporaryFile(dir=above).close()  # /proc and full disks raise only when something is written
 
     @property
     def finished(self) -> Manifest | None:
@@ -308,18 +296,30 @@ class OutputFolder:
         free when the run's last process has ended.
         """
         while True:
-            lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            try:
-                self._lock(lock, fcntl.LOCK_EX)
-            except BaseException:
-                os.close(lock)
-                raise
+            lock = self._opened_lock(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):  # its last owner may have removed it meanwhile
                 if os.path.samestat(os.fstat(lock), self._lock_file.stat()):
                     os.truncate(lock, 0)
                     os.pwrite(lock, _named(os.getpid()).encode(), 0)
                     return lock
             os.close(lock)
+
+    def _opened_lock(self, flags: int, kind: int) -> int:
+        """Open the lock file of the folder of results, lock it, and return its descriptor.
+
+        Raise UserError if another run has it locked.
+
+        Args:
+            flags: those of `os.open`
+            kind: fcntl.LOCK_EX to own the folder, fcntl.LOCK_SH to test it
+        """
+        lock = os.open(self._lock_file, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(lock, kind)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
 
     def _lock(self, lock: int, kind: int) -> None:
         """Lock the open lock file of the folder of results. Raise UserError if another run has it locked.

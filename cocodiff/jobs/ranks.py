@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cocodiff.comm.launch import Launch, Meeting
+from cocodiff.comm.health import OnLoss
+from cocodiff.comm.launch import Contact, Launch
 from cocodiff.comm.mpi_start import count_ranks
 from cocodiff.comm.peers import BEAT_S, Limits
 from cocodiff.config.config import Config
@@ -38,7 +39,6 @@ LAST_WORDS_S = 1.0
 GRACE_S = 3.0  # time for the other ranks to notice a failure and clean up, and for rank 0 to report a mistake
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # of faults in the process
 Work = Callable[[Any], None]  # called with the rank's transport
-NoteLoss = Callable[[BaseException], None]  # called by the watch's thread as soon as a peer is lost
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class End:
         return PeerLost(own, f"{self.kind}: {self.message}") if self.lost is None else PeerLost(self.lost, self.message)
 
 
-RunRank = Callable[[Launch, NoteLoss], tuple[End, Any]]  # `_run_rank` for one launch
+RunRank = Callable[[Launch, OnLoss], tuple[End, Any]]  # `_run_rank` for one launch
 
 
 def run_ranks(
@@ -113,7 +113,7 @@ def run_ranks(
 
 
 def _run_rank(
-    config: Config, settings: dict[str, str], work: Work, launch: Launch, note_loss: NoteLoss | None = None
+    config: Config, settings: dict[str, str], work: Work, launch: Launch, note_loss: OnLoss | None = None
 ) -> tuple[End, Any]:
     """Connect this rank with the others and run the command's work on it, whatever error that raises.
 
@@ -298,9 +298,9 @@ def _fork(alone: Launch, ranks: int, run: RunRank, left: Callable[[], str], conf
     children: dict[int, int] = {}
     with closing(_Notes(ranks)) as notes, stop_requests() as stop:
         listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
-        port, key = listener.getsockname()[1], secrets.token_hex(8)
+        address, key, store = listener.getsockname(), secrets.token_hex(8), f"/proc/self/fd/{notes.store}"
         for rank in range(ranks):
-            meeting = Meeting(f"/proc/self/fd/{notes.store}", port, key, None if rank else listener)
+            meeting = Contact(rank, ranks, address, key, None if rank else listener, store)
             launch = Launch("forked", rank, ranks, rank, ranks, meeting)
             try:
                 pid = fork(partial(_child, launch, run, notes, listener), signal.default_int_handler)

@@ -9,17 +9,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from cocodiff.config.errors import OwnRankError
+from cocodiff.config.files import available_memory
 
 T = TypeVar("T")
 IPEX = "intel_extension_for_pytorch"
 IPEX_ASKED = "COCODIFF_IPEX"  # environment variable; 1: import IPEX with any PyTorch that it fits
+HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # variables that decide what counts as a device
 WITHOUT_IPEX = (2, 10)  # from this version of PyTorch on IPEX is not needed; calls may be faster or slower with it
 log = logging.getLogger("cocodiff.kernels.device")
 
@@ -61,13 +62,9 @@ def _more_devices(name: str, count: int) -> str:
     remedy = "start fewer ranks a node, or --transport host to share them" if count else "start fewer ranks a node"
     if name != "xpu":
         return remedy
-    environment = [
-        f"{key}={os.environ[key]}" for key in ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK") if key in os.environ
-    ]
-    return (
-        f"{remedy}, or let each rank see all tiles: ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no "
-        f"gpu_tile_compact.sh (now {', '.join(environment) or 'neither is set'})"
-    )
+    now = ", ".join(f"{key}={os.environ[key]}" for key in HIERARCHY if key in os.environ) or "neither is set"
+    all_tiles = "ZE_FLAT_DEVICE_HIERARCHY=FLAT, no ZE_AFFINITY_MASK and no gpu_tile_compact.sh"
+    return f"{remedy}, or let each rank see all tiles: {all_tiles} (now {now})"
 
 
 def import_ipex() -> bool:
@@ -128,7 +125,7 @@ def free_memory(device: torch.device, ranks: int) -> int | None:
         ranks: number of ranks on the node.
     """
     if device.type == "cpu":
-        available = _meminfo("MemAvailable")
+        available = available_memory()
         return None if available is None else available // ranks
     module = torch.get_device_module(device)
     allocated, reserved = module.memory_allocated(device), module.memory_reserved(device)
@@ -156,13 +153,6 @@ def ranks_on_device(device: torch.device, ranks: int) -> int:
         return 1
     count = int(torch.get_device_module(device).device_count())
     return 1 if count == 1 and "ZE_AFFINITY_MASK" in os.environ else -(-ranks // count)
-
-
-def _meminfo(key: str) -> int | None:
-    """Return a value of /proc/meminfo in bytes, such as that of the key "MemAvailable"; None if it is not there."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 class StreamMark:

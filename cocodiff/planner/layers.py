@@ -35,7 +35,7 @@ from cocodiff.planner.rings import Seconds, in_chunks, ring_of
 from cocodiff.planner.roofline import Layer, coded_s, copied_s, merged_s, roofline, scored_s
 from cocodiff.planner.traffic import Hop, Traffic, of_ranks, stages_of
 from cocodiff.topology.layout import Layout, Segments
-from cocodiff.topology.routes.chunks import megabytes_per_rank
+from cocodiff.topology.routes.chunks import exchange_for, megabytes_per_rank
 
 SAMPLES = (0.0, 0.5, 1.0)  # stable fractions that are planned if a schedule has more than three
 SITES = 3  # layers in a row that are planned if calls do not wait for what they send
@@ -169,7 +169,7 @@ class Sent:
         cell, chunks = case.batch * self.width, chunking(config, mesh.parts[0])
         table = exchange_table(config, case.topology)
         size_mb = 3 * megabytes_per_rank(layouts[0], cell)
-        name = config.exchange if table is None else table.exchange_for(size_mb)
+        name = config.exchange if table is None else exchange_for(table, size_mb)
         stages = stages_of(mesh, name, config.nic_balance, case.one_peer)
         self.forward = [stage.hop(rows_P, heads_P, cell, latencies) for stage in stages]
         self.back = [stage.back().hop(all_P, heads_P, cell, latencies) for stage in reversed(stages)]

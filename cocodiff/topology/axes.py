@@ -102,10 +102,9 @@ class Mesh:
             heads: number of all attention heads.
         """
         if self.ulysses > heads:
-            raise UserError(
-                f"Ulysses groups of {self.ulysses} of {self.topology.size} ranks for {heads} attention heads: a slot "
-                f"needs one or more; choose ring auto, or a ring that leaves at most {heads} ranks to a group"
-            )
+            groups = f"Ulysses groups of {self.ulysses} of {self.topology.size} ranks for {heads} attention heads"
+            remedy = f"choose ring auto, or a ring that leaves at most {heads} ranks to a group"
+            raise UserError(f"{groups}: a slot needs one or more; {remedy}")
         return even_shares(heads, self.parts[0].shard_order)
 
     def layouts(self, segments: Segments, heads: int) -> tuple[Layout, ...]:
@@ -177,10 +176,9 @@ def meshes(
     size = topology.size
     fitting = [n for n in divisors(size) if size // n <= heads]
     if ring != "auto" and ring not in fitting:
-        raise UserError(
-            f"ring {ring}: {size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))} "
-            f"(a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group), or auto"
-        )
+        allowed = f"{size} ranks and {heads} attention heads allow ring {', '.join(map(str, fitting))}"
+        why = f"a divisor of the ranks that leaves at most {heads} ranks to a Ulysses group"
+        raise UserError(f"ring {ring}: {allowed} ({why}), or auto")
     found: dict[frozenset[tuple[int, ...]], Mesh] = {}
     if kind != "keys" and size > 1:
         fitting = fitting[fitting[0] == 1 :]
@@ -315,10 +313,8 @@ def partitions_of(
     if not found:
         raise UserError(f"guidance_parallel {guidance} does not divide the ranks ({rest}): choose 1 or auto")
     if not shared:
-        raise UserError(
-            f"of the ranks ({rest}) {least} or more have to share an image, and fewer would with what is given: start "
-            f"more, or have fewer replicas or guidance_parallel 1"
-        )
+        wrong = f"of the ranks ({rest}) {least} or more have to share an image, and fewer would with what is given"
+        raise UserError(f"{wrong}: start more, or have fewer replicas or guidance_parallel 1")
     return shared
 
 

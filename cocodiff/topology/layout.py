@@ -20,10 +20,8 @@ def even_shares(total: int, order: Sequence[int]) -> tuple[int, ...]:
         order: all ranks, from 0 on. The first of this order get the larger shares.
     """
     base, extra = divmod(total, len(order))
-    shares = [base] * len(order)
-    for rank in order[:extra]:
-        shares[rank] += 1
-    return tuple(shares)
+    larger = {*order[:extra]}
+    return tuple(base + (rank in larger) for rank in range(len(order)))
 
 
 def slices(sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -48,10 +46,8 @@ class Segment:
         Raise UserError if every rank needs a token and there are fewer tokens than ranks.
         """
         if self.on_every_rank and topology.size > self.tokens:
-            raise UserError(
-                f"{topology.size} ranks for {self.tokens} {self.name} tokens: a rank needs at least one; "
-                f"use at most {self.tokens} ranks or a larger {self.name}"
-            )
+            wrong = f"{topology.size} ranks for {self.tokens} {self.name} tokens: a rank needs at least one"
+            raise UserError(f"{wrong}; use at most {self.tokens} ranks or a larger {self.name}")
         order = topology.shard_order if self.extras_from == "front" else topology.shard_order[::-1]
         return even_shares(self.tokens, order)
 
@@ -103,10 +99,8 @@ class Layout:
             heads: number of all attention heads.
         """
         if topology.size > heads:
-            raise UserError(
-                f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each; use at most "
-                f"{heads} ranks, or a mesh of Ulysses and Ring (setting ring)"
-            )
+            wrong = f"{topology.size} ranks for {heads} attention heads: Ulysses needs one or more for each"
+            raise UserError(f"{wrong}; use at most {heads} ranks, or a mesh of Ulysses and Ring (setting ring)")
         parts = tuple(ShardedSegment(segment, segment.shares(topology)) for segment in segments)
         return cls(parts, even_shares(heads, topology.shard_order))
 
@@ -163,8 +157,3 @@ class Layout:
             ranks: ranks whose rows lie one after the other in the sequence, in that order.
         """
         return slice(self.row_slices[ranks[0]].start, self.row_slices[ranks[-1]].stop)
-
-    @cached_property
-    def head_slices(self) -> tuple[slice, ...]:
-        """The place of each rank's heads among all heads, by rank."""
-        return slices(self.heads)

@@ -15,7 +15,7 @@ from torch import Tensor
 from cocodiff.attention.local import LocalAttention
 from cocodiff.kernels import TorchOps
 from cocodiff.kernels.residual import NOTES, Onward, Prediction, Reconstructions, coded_width
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, slices
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Sampled = Callable[[str], list[int]]
@@ -159,7 +159,7 @@ def check(
             those = unchunked if expected.displaced[-1] and unchunked is not None else uncoded
             if those is not None:
                 return torch.cat([outputs[0] for outputs, *_ in those.attend([(call, list(whole))])], 1)
-            heads = layout.head_slices
+            heads = slices(layout.heads)
             return torch.cat([LocalAttention().whole(*(x[:, :, of].contiguous() for x in whole)) for of in heads], 2)
 
         def sampled(name: str, layout: Layout = layout) -> list[int]:

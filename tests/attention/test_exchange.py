@@ -18,8 +18,8 @@ from cocodiff.exchange.outgoing import Encoded, EncodedCall, Outgoing
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
-from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.chunks import Chunking, ExchangeTable
+from cocodiff.topology.layout import Layout, slices
+from cocodiff.topology.routes.chunks import Chunking
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_device_moves_a_phase_in_one_launch(ahead, launches, monkeypatch):
         kernels = Kernels("torch", lambda op, _: packs.append(op))
         ours = Exchange("flat", RankContext(transport, topology, Trace(transport.rank), kernels))
         (x_BSGD,) = forward(ours, [whole_BSHD[:, layout.row_slices[transport.rank]]], layout).wait()
-        assert torch.equal(x_BSGD, whole_BSHD[:, :, layout.head_slices[transport.rank]])
+        assert torch.equal(x_BSGD, whole_BSHD[:, :, slices(layout.heads)[transport.rank]])
         return packs
 
     assert all(sorted(moves) == launches for moves in run_ranks(topology.size, work, timeout_s=60.0))
@@ -48,7 +48,7 @@ def test_auto_takes_what_its_table_has_for_the_size():
     """By the mean rank's bytes: the same on ranks with unequal shares, and for q, k and v together three times one."""
     topology, seen = topology_of("local", 5), []
     layout = Layout.build(topology, image_and_text(23, 4), 11)
-    table = ExchangeTable(((27 * 11 * 2 * 4 / 5 / 1e6, "tapa"), (float("inf"), "split")))
+    table = ((27 * 11 * 2 * 4 / 5 / 1e6, "tapa"), (float("inf"), "split"))
     whole_BSHD = torch.randn(1, 27, 11, 2)
 
     def work(transport: LoopbackTransport) -> None:
@@ -58,7 +58,7 @@ def test_auto_takes_what_its_table_has_for_the_size():
         for tensors in (1, 3):
             trace.clear()
             received = forward(ours, [whole_BSHD[:, rows]] * tensors, layout).wait()
-            assert all(torch.equal(x, whole_BSHD[:, :, layout.head_slices[transport.rank]]) for x in received)
+            assert all(torch.equal(x, whole_BSHD[:, :, slices(layout.heads)[transport.rank]]) for x in received)
             seen.append((tensors, transport.rank, trace.bytes()))
             assert torch.equal(back(ours, received[0], layout), whole_BSHD[:, rows])
 

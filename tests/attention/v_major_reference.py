@@ -12,7 +12,7 @@ from torch import Tensor
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.v_major.selection import Schedule
 from cocodiff.topology import Topology
-from cocodiff.topology.layout import Layout
+from cocodiff.topology.layout import Layout, slices
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Reference:
             self.known_v[active_BS] = v_BSHD[active_BS]
         return [
             LocalAttention().whole(*(cache[:, :, heads].contiguous() for cache in self.caches))
-            for heads in self.layout.head_slices
+            for heads in slices(self.layout.heads)
         ]
 
     def settle(self, active_BS: Tensor, v_BSHD: Tensor, card: list[int], step: int, steps: int) -> None:
@@ -63,7 +63,7 @@ class Reference:
         if self.scoring == "card":
             plane = self.topology.places[card[0]].plane
             owners = [place.rank for place in self.topology.places if place.plane == plane]
-            heads = [head for owner in owners for head in range(*self.layout.head_slices[owner].indices(len(heads)))]
+            heads = [head for owner in owners for head in range(*slices(self.layout.heads)[owner].indices(len(heads)))]
         rows = [row for rank in card for row in self.image_rows(rank)]
         new, old = v_BSHD[:, rows][:, :, heads].double(), self.known_v[:, rows][:, :, heads].double()
         score_BN = (new - old).abs().sum((-2, -1)).float()

@@ -8,35 +8,23 @@ import torch
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.comm.transport import Lane, LaneFuture
+from cocodiff.comm.transport import CHECK_S, Lane, LaneFuture
 from cocodiff.kernels.device import HandedOver
 
 CPU = torch.device("cpu")
 
 
-class DoneTooLate(Future):
-    """Ends right after the first wait for it gave up."""
-
-    def __init__(self, end):
-        super().__init__()
-        self._end = end
-
-    def result(self, timeout=None):
-        if not self.done():
-            self._end(self)
-            raise TimeoutError
-        return super().result(timeout)
-
-
-def test_a_job_that_ends_as_a_wait_gives_up_has_its_result():
-    ended = DoneTooLate(lambda future: future.set_result(HandedOver(5, CPU)))
-    assert LaneFuture(ended, Health()).wait() == 5
+def test_a_job_that_takes_longer_than_between_two_looks_at_the_watch_has_its_result():
+    late = Future()
+    threading.Timer(2 * CHECK_S, late.set_result, [HandedOver(5, CPU)]).start()
+    assert LaneFuture(late, Health()).wait() == 5
 
 
 def test_a_job_that_itself_times_out_says_so():
-    late = TimeoutError("no answer from the store")
+    late = Future()
+    threading.Timer(2 * CHECK_S, late.set_exception, [TimeoutError("no answer from the store")]).start()
     with pytest.raises(TimeoutError, match="no answer from the store"):
-        LaneFuture(DoneTooLate(lambda future: future.set_exception(late)), Health()).wait()
+        LaneFuture(late, Health()).wait()
 
 
 def test_a_closed_lane_refuses_jobs_that_nobody_would_run():

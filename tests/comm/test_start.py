@@ -37,7 +37,7 @@ WAITS = """
     folder, ranks, start_s, rank = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     presence = Presence(folder, rank, ranks)
     presence.announce()
-    with limited_start(Limits(timeout_s=1.0, start_s=start_s), rank, presence, "MPI_Init"):
+    with limited_start(Limits(timeout_s=1.0, start_s=start_s), rank, presence):
         print("waits", flush=True)
         time.sleep(60)
 """

@@ -121,7 +121,7 @@ def test_kernels_are_compiled_once_a_node_in_a_time_of_their_own(monkeypatch: py
     steps: dict[str, set[tuple[int, float, bool]]] = defaultdict(set)
 
     @contextmanager
-    def noted(seconds: float, rank: int, _: Any, what: str, remedy: str) -> Iterator[None]:
+    def noted(seconds: float, rank: int, _: Any, what: str, remedy: str = "") -> Iterator[None]:
         steps[what].add((rank, seconds, "--kernels torch" in remedy))
         yield
 

@@ -152,11 +152,11 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 
 def test_limits_are_those_of_memory_processes_and_files(monkeypatch):
-    monkeypatch.setattr(children, "_available_memory", lambda: 100 << 20)
+    monkeypatch.setattr(children, "available_memory", lambda: 100 << 20)
     children.check_room(3)
     with pytest.raises(UserError, match=r"--ranks 4: each takes 26 MiB .* 100 MiB are available: start up to 3 here"):
         children.check_room(4)
-    monkeypatch.setattr(children, "_available_memory", lambda: None)
+    monkeypatch.setattr(children, "available_memory", lambda: None)
     limits = {resource.RLIMIT_NPROC: (50, 50), resource.RLIMIT_NOFILE: (resource.RLIM_INFINITY,) * 2}
     monkeypatch.setattr(resource, "getrlimit", limits.get)
     children.check_room(49)

@@ -23,7 +23,6 @@ class Overtaking(HostPending):
     def _finish(self) -> None:
         module = host.torch.get_device_module(self._device)
         with module.stream(module.Stream(device=self._device)):
-            self._posted.wait()
             super()._finish()
 
 

@@ -26,9 +26,11 @@ from cocodiff.cli.doctor.facts import (
 )
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
+from cocodiff.comm.launch import STARTED
 from cocodiff.config.grouping import by_key
 from cocodiff.config.packages import remedy_of
 from cocodiff.jobs.terminal import THREADS
+from cocodiff.kernels.device import HIERARCHY
 from cocodiff.kernels.trial import KernelTrial
 
 FAULT, WARNING, NOTE, GOOD = "fault", "warning", "note", "ok"
@@ -38,7 +40,6 @@ ONE_A_TILE = (
     "start one rank for each tile; local ranks choose tiles, so use no gpu_tile_compact.sh with "
     "ZE_FLAT_DEVICE_HIERARCHY=FLAT and unset ZE_AFFINITY_MASK"
 )
-HIERARCHY = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK")  # variables that decide what counts as a device
 HIDDEN_LEAST = 0.5  # part of messages or work, the shorter one, to be hidden; an overlap that works hides nearly all
 GIB = 2**30
 LEAST_FREE = {"cpu": GIB // 4, "accelerator": 4 * GIB}  # a run of the embedded model; a small run of a large model
@@ -58,12 +59,8 @@ class Finding:
     remedy: str = ""  # what the user can do; "" if nothing
 
 
-class Findings(list[Finding]):
-    """The findings of one check, a list that the check adds to."""
-
-    def __init__(self, check: str) -> None:
-        super().__init__()
-        self._check = check
+class Findings(list[tuple[str, str, str]]):
+    """The findings of one check, which adds them: the fields of each `Finding` after the first."""
 
     def add(self, severity: str, text: str, remedy: str = "") -> None:
         """Add a finding.
@@ -73,7 +70,7 @@ class Findings(list[Finding]):
             text: the result in words.
             remedy: what the user can do; "" if nothing.
         """
-        self.append(Finding(self._check, severity, text, remedy))
+        self.append((severity, text, remedy))
 
     def otherwise(self, severity: str, text: str, remedy: str = "") -> None:
         """Add a finding if the check has none yet. The arguments are those of `add`."""
@@ -141,8 +138,8 @@ def check_launch(facts: Facts, found: Findings) -> None:
             named = name_ranks([rank.rank for rank in ranks])
             text = f"{named} are on {host}, but belong to {spread} nodes of the machine file"
             found.otherwise(FAULT, text, "place ranks node by node, not round-robin")
-    how = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}[first.launcher]
-    found.otherwise(GOOD, f"{size} rank(s) on {len(hosts)} host(s), started {how}, messages by {first.library}")
+    started = f"{size} rank(s) on {len(hosts)} host(s), started {STARTED[first.launcher]}"
+    found.otherwise(GOOD, f"{started}, messages by {first.library}")
 
 
 def check_mpi(facts: Facts, found: Findings) -> None:
@@ -323,9 +320,8 @@ def check_messages(facts: Facts, found: Findings) -> None:
             found.note(f"{trial} could not be tried, {used} is used: {said[0]}")
     if reports := facts.pair[0]:
         needed, ends = ("batch", "ends") if reports[1:] == [[]] else ("alltoall", "does not end")
-        text = (
-            f"a batch that both ranks begin with a send {ends}: --messages {needed} fits this library, {used} is used"
-        )
+        text = f"a batch that both ranks begin with a send {ends}: --messages {needed} fits this library"
+        text += f", {used} is used"
         contradicted = used != needed and facts.messages != "alltoall"
         found.add(WARNING if contradicted else GOOD, text, f"--messages {needed}")
     own_ms, own = sum(trial.seconds for trial in facts.alltoalls) * 1e3, facts.overlap
@@ -458,12 +454,11 @@ def check_memory(facts: Facts, found: Findings) -> None:
 def check_sycl(facts: Facts, found: Findings) -> None:
     """Report for each host whether SYCL kernels or torch's operations run, and why."""
     for host, rank in facts.firsts(lambda rank: rank.sycl or rank.no_sycl):
+        text = f"{host}: SYCL kernels on {rank.sycl}"
         if remedy := rank.compiles_again:
-            found.warning(
-                f"{host}: SYCL kernels on {rank.sycl}, which every start compiles: libsycl keeps none", remedy
-            )
+            found.warning(f"{text}, which every start compiles: libsycl keeps none", remedy)
         elif rank.sycl:
-            found.good(f"{host}: SYCL kernels on {rank.sycl}")
+            found.good(text)
         elif rank.kernels == "sycl":
             remedy = "run cocodiff kernels build on a node, or choose kernels auto or torch"
             found.fault(f"{host}: kernels sycl were asked for, but {rank.no_sycl}", remedy)
@@ -547,9 +542,9 @@ def examine(facts: Facts) -> list[Finding]:
     meaningful run."""
     findings: list[Finding] = []
     for name in ("versions", "order") if facts.stopped else CHECKS:
-        found = Findings(name)
+        found = Findings()
         CHECKS[name](facts, found)
-        findings += found
+        findings += [Finding(name, *one) for one in found]
     return findings
 
 

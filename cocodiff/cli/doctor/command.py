@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -150,13 +150,11 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     topology = Topology.build(load_machine(values["machine"]), transport.size, launch.local_size)
     usual_s, compile_s, path = values["patience_s"], values["compile_s"], values["kernels"]
 
-    def step(what: str, seconds: float = usual_s, remedy: str = REMEDY) -> AbstractContextManager[None]:
-        return patience(seconds, transport.rank, transport.health, what, remedy)
-
+    step = partial(patience, usual_s, transport.rank, transport.health)
     if launch.local_rank == 0:
         if launch.speaks and path_of(path) != "torch":
             say(f"SYCL kernels: compiled once a node where none are kept yet, in {compile_s:g} s at most")
-        with step("compiling SYCL kernels", compile_s, COMPILE_REMEDY):
+        with patience(compile_s, transport.rank, transport.health, "compiling SYCL kernels", COMPILE_REMEDY):
             sycl_path(transport.device, path)
     with step("reading this rank's facts"):
         own = gather_rank(transport, launch, values["kernels"], look_at_host=launch.local_rank == 0)
@@ -167,7 +165,8 @@ def gather(values: dict[str, Any], launch: Launch, transport: Any) -> Facts:
     if transport.size == 1:
         return Facts([own], topology, needed=needed(values, topology, transport))
     try:
-        with step("waiting for the nodes' SYCL kernels", compile_s + usual_s, COMPILE_REMEDY):
+        waiting = "waiting for the nodes' SYCL kernels"
+        with patience(compile_s + usual_s, transport.rank, transport.health, waiting, COMPILE_REMEDY):
             transport.all_gather_values(None, "SYCL kernels")
         pair = ask("pair", transport, launch, values)
         with step("making a group of all ranks"):

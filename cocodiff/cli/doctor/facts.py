@@ -368,11 +368,7 @@ def versions() -> dict[str, str | None]:
     """Return the versions of Python, packages and the MPI library, by name; None for packages that are not
     installed."""
     found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
+    found |= {name: next((one.version for one in metadata.distributions(name=name)), None) for name in PACKAGES}
     found["torch"] = torch.__version__
     found["xpu runtime"] = getattr(torch.version, "xpu", None)
     if "mpi4py.MPI" in sys.modules:

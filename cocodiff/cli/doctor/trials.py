@@ -364,25 +364,20 @@ def issues(transport: Transport, group: Group, step: Step = nullcontext) -> list
     def parts(length: int, count: int = size) -> list[Tensor]:
         return [torch.zeros(length, dtype=torch.uint8, device=device) for _ in range(count)]
 
-    def to_the_next(length: int) -> Callable[[], Pending]:
-        send, recv = parts(length, 2)
-        return lambda: group.send_recv([(send, after)], [(recv, before)])
-
-    def to_all(length: int) -> Callable[[], Pending]:
+    def call_of(name: str, length: int) -> Callable[[], Pending]:
+        if name == "to the next rank":
+            send, recv = parts(length, 2)
+            return lambda: group.send_recv([(send, after)], [(recv, before)])
         sends, recvs = parts(length // size), parts(length // size)
-        return lambda: group.all_to_all(sends, recvs)
-
-    def gathered(length: int) -> Callable[[], Pending]:
-        parts_of_all = parts(length // size)
-        own = torch.zeros_like(parts_of_all[0])
-        return lambda: group.all_gather(own, parts_of_all)
+        if name == "all-to-all":
+            return partial(group.all_to_all, sends, recvs)
+        return partial(group.all_gather, sends[0], recvs)
 
     found = []
-    calls = (("to the next rank", 1, to_the_next), ("all-to-all", size - 1, to_all), ("all-gather", size - 1, gathered))
-    for name, peers, make in calls:
+    for name, peers in (("to the next rank", 1), ("all-to-all", size - 1), ("all-gather", size - 1)):
         for length in ISSUE_BYTES:
             with step(f"calls {name} of {length} bytes"):
-                call = make(length)
+                call = call_of(name, length)
                 timed(group, device, call)  # not counted
                 times = [timed(group, device, call) for _ in range(REPEATS)]
                 own = [*map(statistics.median, zip(*times, strict=True))]

@@ -42,10 +42,8 @@ class GuidanceRule:
             branches: usual number of the family's calls of the model in a step.
         """
         if setting == PARTS and ranks % PARTS:
-            raise UserError(
-                f"guidance_parallel {PARTS}: {ranks} rank(s) cannot be cut into {PARTS} equal parts: start an even "
-                f"number of ranks, or choose guidance_parallel 1"
-            )
+            wrong = f"guidance_parallel {PARTS}: {ranks} rank(s) cannot be cut into {PARTS} equal parts"
+            raise UserError(f"{wrong}: start an even number of ranks, or choose guidance_parallel 1")
         self.pinned = setting == PARTS  # True if the settings ask for two parts
         self._fits = setting != 1 and ranks % PARTS == 0
         self._warned = False
@@ -67,10 +65,8 @@ class GuidanceRule:
             reason: what does not go with two parts, in words for the error.
         """
         if self.pinned:
-            raise UserError(
-                f"guidance_parallel {PARTS} and {reason} do not go together, since a part makes some of the calls: "
-                f"choose guidance_parallel 1, or remove it"
-            )
+            wrong = f"guidance_parallel {PARTS} and {reason} do not go together, since a part makes some of the calls"
+            raise UserError(f"{wrong}: choose guidance_parallel 1, or remove it")
         self.possible = False
 
     def warn_together(self, step: int) -> None:
@@ -81,11 +77,8 @@ class GuidanceRule:
         """
         if self.pinned and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"guidance_parallel {PARTS}: step {step} has one guidance branch, so all ranks compute it together; "
-                f"choose auto or 1 for runs without guidance",
-                stacklevel=2,
-            )
+            alone = f"guidance_parallel {PARTS}: step {step} has one guidance branch, so all ranks compute it together"
+            warnings.warn(f"{alone}; choose auto or 1 for runs without guidance", stacklevel=2)
 
     def sharing(self, counter: StepCounter, rows: int, form: Form, guided: bool | None) -> Sharing:
         """Return how the current call of the model is divided between the ranks.

@@ -24,6 +24,7 @@ T = TypeVar("T")
 Chunks = tuple[tuple[int, ...], ...]
 # One stage of an exchange, in the parts that `Stages` describes.
 StageParts = tuple[Plan, Plan, Plan]
+ExchangeTable = Sequence[tuple[float, str]]  # (largest MB per rank, exchange), ascending; the last limit is infinite
 
 
 def chunk_ranks(topology: Topology, rank: int, chunks: int) -> Chunks:
@@ -154,20 +155,14 @@ def _from(first: int, items: Sequence[T]) -> list[T]:
     return [*items[first:], *items[:first]]
 
 
-@dataclass(frozen=True)
-class ExchangeTable:
-    """A table of measurements that says which exchange to use by the size of the tensors, for the setting `exchange:
-    auto`."""
+def exchange_for(table: ExchangeTable, megabytes: float) -> str:
+    """Return the name of the exchange to use for tensors of a given size, for the setting `exchange: auto`.
 
-    rows: tuple[tuple[float, str], ...]  # (largest MB per rank, exchange), ascending; the last limit is infinite
-
-    def exchange_for(self, megabytes: float) -> str:
-        """Return the name of the exchange for tensors of a given size.
-
-        Args:
-            megabytes: size of q, k and v together, in MB per rank.
-        """
-        return next(name for limit, name in self.rows if megabytes <= limit)
+    Args:
+        table: the measurements that say so.
+        megabytes: size of q, k and v together, in MB per rank.
+    """
+    return next(name for limit, name in table if megabytes <= limit)
 
 
 @dataclass(frozen=True)

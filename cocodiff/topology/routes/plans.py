@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from cocodiff.config.grouping import by_key
 from cocodiff.config.registry import EXCHANGES, load
 from cocodiff.topology import Place, Topology
 
@@ -56,8 +57,7 @@ def plan_of(topology: Topology, rank: int, name: str, nic_balance: bool) -> Plan
     """
     if name == "split" and nic_balance:
         return split_plan(topology, rank, nic_detours(topology))
-    plan: Plan = load(EXCHANGES, name)(topology, rank)
-    return plan
+    return load(EXCHANGES, name)(topology, rank)
 
 
 def flat_plan(topology: Topology, rank: int) -> Plan:
@@ -171,10 +171,7 @@ def detour_phases(rank: int, detours: Mapping[tuple[int, int], int]) -> tuple[Ph
 
     def by_peer(chosen: Iterable[tuple[int, Block]]) -> dict[int, tuple[Block, ...]]:
         """Return the blocks of each peer in one tuple, by peer."""
-        found: dict[int, tuple[Block, ...]] = {}
-        for peer, block in sorted(chosen):
-            found[peer] = (*found.get(peer, ()), block)
-        return found
+        return {peer: tuple(blocks) for peer, blocks in by_key(sorted(chosen)).items()}
 
     every = [(Block(*pair), via) for pair, via in detours.items()]
     out = Phase(
