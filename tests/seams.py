@@ -57,17 +57,17 @@ def notes_of_ranks(count: int) -> Any:
     return ranks._Notes(count)
 
 
-def end_of_child(rank: int, status: int, notes: Any) -> ranks.End:
+def end_of_child(rank: int, status: int, notes: Any) -> ranks.RankEnd:
     """Tell how a forked rank has ended, from its exit status and its notes."""
     return ranks._child_end(rank, status, notes)
 
 
-def end_of_error(error: BaseException) -> ranks.End:
+def end_of_error(error: BaseException) -> ranks.RankEnd:
     """Tell how a rank ends that raises an error."""
     return ranks._end_of(error)
 
 
-def report_ends(launch: Launch, ends: dict[int, ranks.End], left: str) -> int:
+def report_ends(launch: Launch, ends: dict[int, ranks.RankEnd], left: str) -> int:
     """Print the line of a job whose ranks have ended so, and return its exit code."""
     return ranks._report(launch, ends, left)
 
@@ -76,7 +76,7 @@ def call_before_ends_are_noted(call: Callable[[], None]) -> None:
     """Have `call` called in a forked rank when it is about to note its end, for good."""
     noted = ranks._Notes.note_end
 
-    def note_end(notes: Any, rank: int, end: ranks.End) -> None:
+    def note_end(notes: Any, rank: int, end: ranks.RankEnd) -> None:
         call()
         noted(notes, rank, end)
 

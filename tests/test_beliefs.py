@@ -11,7 +11,7 @@ from cocodiff.config.config import Config
 from cocodiff.config.machine import Belief
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.beliefs import ends_of, pays, turning_points, with_value
-from cocodiff.planner.calibrate import AllToAll
+from cocodiff.planner.calibrate import PlannedAllToAll
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import Division
 from cocodiff.planner.layers import LayerPlan, plan_layers
@@ -63,7 +63,7 @@ def test_what_siblings_forward_takes_its_links_longer():
     """Of the two blocks on a plane's fullest link, one comes from the other plane. Split sends none across planes."""
     for exchange, blocks in (("flat", 3), ("split", 2)):
         topology = aurora(forwarding_share=0.5, latency_us=0)
-        sent, slow = AllToAll(topology, exchange, 48), topology.machine
+        sent, slow = PlannedAllToAll(topology, exchange, 48), topology.machine
         assert sent.seconds(slow) == pytest.approx(sent.block_bytes * blocks / 11.5e9, rel=1e-6)
         assert sent.seconds(slow.with_value("link_share", 0.5)) == pytest.approx(2 * sent.seconds(slow))
 

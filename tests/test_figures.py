@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cocodiff_studies import figures
 from cocodiff_studies.figures import UNITS, Paper, filled, repeated, value_of
-from cocodiff_studies.papers import Fit, Planned, Run, figure_11, fit_figure_11, run_paper
+from cocodiff_studies.papers import Fit, PaperCase, Planned, figure_11, fit_figure_11, run_paper
 
 from cocodiff.cli import plan
 from cocodiff.cli.main import COMMANDS, main
@@ -211,12 +211,12 @@ def test_figure_11_is_fitted_with_constants_that_are_possible(fit):
 def test_cases_are_planned_with_the_calibrated_machine(fit):
     toy = ModelShape("toy", heads=24, head_dim=128, joint_layers=2, parameters=10**6, text_tokens=24)
     planned = Planned(fit.constants.machine(AURORA), lambda name: toy)
-    rows = {row["variant"]: row for row in planned.rows("toys", Run("toy", 512, 1))}
+    rows = {row["variant"]: row for row in planned.rows("toys", PaperCase("toy", 512, 1))}
     times = {name: row["step_s"] for name, row in rows.items()}
     assert times["flat_serial"] / times["tapa"] > 2 > times["flat"] / times["tapa"] > 0.5
     assert rows["flat_serial"]["communication_share"] > rows["flat"]["communication_share"]
-    assert {row["batch"] for row in planned.rows("toys", Run("toy", 512, 1, None))} == {32}
-    assert [*planned.rows("toys", Run("toy", 512, 1, 10**6))] == [], "more than a tile holds"
+    assert {row["batch"] for row in planned.rows("toys", PaperCase("toy", 512, 1, None))} == {32}
+    assert [*planned.rows("toys", PaperCase("toy", 512, 1, 10**6))] == [], "more than a tile holds"
 
 
 def test_the_papers_sd35_keeps_the_models_width():

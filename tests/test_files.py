@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cocodiff_eval.data.reoriented import MaskStatistics, Restored
+from cocodiff_eval.data.reoriented import MaskStatistics, RestoredFile
 from cocodiff_eval.harness.images import save_frames
 
 from cocodiff.config.config import read_yaml
@@ -85,7 +85,7 @@ def write_unit(folder: Path) -> None:
 
 
 def write_slices(folder: Path) -> None:
-    along_x = Restored(folder / "voxels", "x", MaskStatistics.of(lambda _: np.ones((2, 2), bool), 3))
+    along_x = RestoredFile(folder / "voxels", "x", MaskStatistics.of(lambda _: np.ones((2, 2), bool), 3))
     along_x.create()
     along_x.write(1, np.ones(6))
 

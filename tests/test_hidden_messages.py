@@ -5,7 +5,7 @@ from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
-from cocodiff_bench.model_step import Measured, key_of
+from cocodiff_bench.model_step import StepMeasurement, key_of
 from cocodiff_bench.stand_in import Late, length, overlap, union
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def test_a_step_tells_how_much_of_what_it_sends_late_is_hidden():
     }
     assert late[key_of("ahead", qkvo)] == (1600, pytest.approx(1100))
     steps = [{WHOLE: 1.0}, {qkvo: 0.5, qkv: 0.25, CallKind(): 0.25}, {qkvo: 1.0}]
-    share = partial(Measured.hidden_share, Mock(late=late))
+    share = partial(StepMeasurement.hidden_share, Mock(late=late))
     assert share("ahead", steps) == pytest.approx((1.5 * 1100 + 0.25 * 1200) / (1.5 * 1600 + 0.25 * 1200))
     assert share("ahead", steps[:1]) is None and share("another", steps) is None
 

@@ -28,7 +28,7 @@ from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import parse, with_settings
 from cocodiff.kernels.residual import coded_width
 from cocodiff.topology.layout import Layout, Segment, ShardedSegment
-from cocodiff.topology.routes.chunks import Piece, Side, pieces
+from cocodiff.topology.routes.chunks import Side, TransposePiece, pieces
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -239,7 +239,7 @@ def test_the_pieces_of_a_transpose_are_the_whole_of_it_once(given, taken, early)
         assert all(piece.given.stop <= number + 1 for piece in posted), "nothing leaves before it is computed"
     needed = [max(piece.taken) for piece in sent[-1]]
     assert needed == sorted(needed), "what is needed first comes first"
-    assert (Piece(range(1), range(early)) in sent[0]) == (early > 0 and (given > 1 or early == 1))
+    assert (TransposePiece(range(1), range(early)) in sent[0]) == (early > 0 and (given > 1 or early == 1))
 
 
 def test_sides_that_nothing_divides():

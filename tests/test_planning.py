@@ -26,7 +26,7 @@ from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.models.adapter import image_and_text
-from cocodiff.planner.calibrate import AllToAll, Constants
+from cocodiff.planner.calibrate import Constants, PlannedAllToAll
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.decisions import Decisions, without_seldom
 from cocodiff.planner.layers import plan_layers, plan_step
@@ -84,7 +84,7 @@ def test_an_all_to_all_takes_its_blocks_on_the_fullest_link_and_a_latency_for_ea
     machine, ranks, variant, siblings, planes, nics, phases
 ):
     """Split's relayed messages leave while straight ones, at this size, still hold the links."""
-    topology, exchange = topology_of(machine, ranks), AllToAll(topology_of(machine, ranks), variant, 48)
+    topology, exchange = topology_of(machine, ranks), PlannedAllToAll(topology_of(machine, ranks), variant, 48)
     of_links = zip(("sibling", "plane", "nic"), (siblings, planes, nics), strict=True)
     blocks_s = sum(count / getattr(topology.machine.links, f"{link}_gb_s") / 1e9 for link, count in of_links)
     for latency_us in (0.0, 25e3):
@@ -100,7 +100,7 @@ def test_messages_block_the_host():
     """Of an all-to-all, with each of 11 peers, a message each way. In a layer q, k and v go there together, then the
     output goes back."""
     blocking = replace(AURORA.machine, links=replace(AURORA.machine.links, blocked_us=1e4, latency_us=0.0))
-    assert AllToAll(AURORA, "flat", 0.5).seconds(blocking) == pytest.approx(22 * 1e-2, rel=0.01)
+    assert PlannedAllToAll(AURORA, "flat", 0.5).seconds(blocking) == pytest.approx(22 * 1e-2, rel=0.01)
     waits = (with_waits(AURORA, blocked_us=us) for us in (1e4, 0.0))
     flat = Config.preset("flat", ring=1)  # a ring would have fewer messages
     (blocked,), (free,) = (layers(case(flat, topology=topology)).values() for topology in waits)

@@ -22,7 +22,7 @@ from toys.planned import Planned as Toy
 from cocodiff import verify
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import parallelize
-from cocodiff.engine.verification import Trial, Verification
+from cocodiff.engine.verification import SettingTrial, Verification
 from cocodiff.models import families
 from cocodiff.models.by_plan import PlanAdapter
 from cocodiff.models.plan import Cut, Gather
@@ -300,7 +300,9 @@ def test_verify_catches_what_is_silently_wrong():
 
 
 def test_verify_says_where_only_what_is_around_blocks_is_wrong():
-    found = Verification("Toy", 2, 0.0, (Trial(2, "flat", "exact", 0.0, True), Trial(2, "tapa, compiled", "wrong")))
+    found = Verification(
+        "Toy", 2, 0.0, (SettingTrial(2, "flat", "exact", 0.0, True), SettingTrial(2, "tapa, compiled", "wrong"))
+    )
     assert found.exit_code == 1 and str(found).endswith("Toy: exact, but not with tapa, compiled")
 
 

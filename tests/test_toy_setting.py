@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cocodiff_eval.cli.inpaint import OPTIONS
-from cocodiff_eval.harness.grid import Grid, read_grid
+from cocodiff_eval.harness.grid import SweepGrid, read_grid
 from toys.setting import ToyConfig
 
 from cocodiff.cli.main import main
@@ -26,7 +26,7 @@ def config(*words: str) -> Config:
     return preset_configs(values)["v_first"]
 
 
-def grid(**sections: object) -> Grid:
+def grid(**sections: object) -> SweepGrid:
     return read_grid(dict.fromkeys(("base", "grid", "points", "steps", "mask")) | sections)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from cocodiff_sycl.parts import Cut, room_of, stream_places
+from cocodiff_sycl.parts import BlockCut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, StatefulCall, StatefulCodec
@@ -151,14 +151,16 @@ class LosslessCall(StatefulCall):
         before = written if self.number > 1 and self._codec.kept > 1 else None
         return Known(written, end.newest(self.number)[:, rows], before, self.factor)
 
-    def _cut(self, ranks: Sequence[int], by_rows: bool) -> Cut:
+    def _cut(self, ranks: Sequence[int], by_rows: bool) -> BlockCut:
         """Return how a tensor [B, tokens, heads, D] is cut into blocks, of which each is a stream of its own.
 
         Args:
             ranks: the ranks whose rows the tensor has, in order; used only with `by_rows`.
             by_rows: True to cut it by these ranks' rows, False by all ranks' heads.
         """
-        return Cut(1, tuple(self.layout.rows[rank] for rank in ranks)) if by_rows else Cut(2, self.layout.heads)
+        return (
+            BlockCut(1, tuple(self.layout.rows[rank] for rank in ranks)) if by_rows else BlockCut(2, self.layout.heads)
+        )
 
     # The sender's end -------------------------------------------------------------------------------------------------
 
@@ -168,7 +170,7 @@ class LosslessCall(StatefulCall):
         cut = self._cut(ranks, by_rows=OUTPUT in tensors)
         return Encoded([self._encoded(name, x, rows, cut, ranks) for name, x in tensors.items()], self.layout)
 
-    def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
+    def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: BlockCut, ranks: Sequence[int]) -> list[Tensor]:
         """Encode some rows of a tensor, keep the streams for `_rests`, and return the first part of each rank's block.
 
         A first part is uint8 [B, rows, heads, W], with W bytes for each token and head.
@@ -216,7 +218,7 @@ class LosslessCall(StatefulCall):
                 self.kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
         return [ends[name].written(self.number) for name in received]
 
-    def _rests(self, arrived: Sequence[ReceivedParts], cut: Cut, ranks: Sequence[int]) -> list[Tensor]:
+    def _rests(self, arrived: Sequence[ReceivedParts], cut: BlockCut, ranks: Sequence[int]) -> list[Tensor]:
         """Exchange the bytes that did not fit in streams' first parts, straight between the rank that encoded and the
         one that decodes.
 

@@ -19,7 +19,7 @@ from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import OwnRankError, UserError, check_choice
 from cocodiff.config.packages import one_line_of_imports
 from cocodiff.jobs.children import ignore_stops, keep_interrupts
-from cocodiff.jobs.ranks import GRACE_S, End, note_cause
+from cocodiff.jobs.ranks import GRACE_S, RankEnd, note_cause
 from cocodiff.jobs.terminal import open_streams, stop_writing
 
 MODULES = {  # modules of subcommands; others are modules of this package with the subcommand's name
@@ -104,7 +104,7 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
     except UserError as error:
         if launch is None or launch.speaks:
             line = " ".join(str(error).splitlines())  # a name from the user may have several lines
-            note_cause(launch or Launch(), 0, End("mistake", line))
+            note_cause(launch or Launch(), 0, RankEnd("mistake", line))
             print(f"cocodiff: {line}", file=sys.stderr)
         else:  # launchers kill a job at its first bad exit, so wait until rank 0 has printed the error
             time.sleep(GRACE_S)

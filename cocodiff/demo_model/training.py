@@ -116,7 +116,7 @@ def training_mask(generator: np.random.Generator, size: int = 96) -> Mask:
 # Batches and their loss -----------------------------------------------------------------------------------------------
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """A batch of training samples for the embedded model's transformer."""
 
     # Masked pixels of the image are 0 in [-1, 1], and `encode` fills them smoothly.
@@ -125,9 +125,9 @@ class Batch(NamedTuple):
     target_BCHW: Tensor  # the velocity: noise minus clean latents
     share_B1HW: Tensor  # the weight of each token in the loss
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TrainingBatch:
         """Return the batch on another device."""
-        return Batch(*(one.to(device) for one in self))
+        return TrainingBatch(*(one.to(device) for one in self))
 
 
 def make_batch(
@@ -137,7 +137,7 @@ def make_batch(
     shift: float,
     noise: torch.Generator,
     known_BHW: Tensor,
-) -> Batch:
+) -> TrainingBatch:
     """Return a batch of training samples from images and masks.
 
     Args:
@@ -162,7 +162,7 @@ def make_batch(
     unknown_B1HW = functional.max_pool2d(1 - known_BHW[:, None], 16, stride=8, padding=4)
     share_B1HW = share_B1HW * (unknown_B1HW < 0.5)
     input_BCHW = torch.cat([noisy_BCHW, hidden_BHW[:, None, ::8, ::8], masked_BCHW], 1)
-    return Batch(input_BCHW, sigma_B, noise_BCHW - clean_BCHW, share_B1HW)
+    return TrainingBatch(input_BCHW, sigma_B, noise_BCHW - clean_BCHW, share_B1HW)
 
 
 def draw_sigma(count: int, shift: float, noise: torch.Generator) -> Tensor:
@@ -179,7 +179,7 @@ def draw_sigma(count: int, shift: float, noise: torch.Generator) -> Tensor:
     return torch.where(torch.rand(count, generator=noise) < 0.1, torch.ones(()), sigma_B)
 
 
-def loss_of(model: Callable[..., Any], batch: Batch, scale: tuple[float, ...]) -> Tensor:
+def loss_of(model: Callable[..., Any], batch: TrainingBatch, scale: tuple[float, ...]) -> Tensor:
     """Return the weighted squared error of the velocity that a model predicts, as a tensor of one number.
 
     A token's weight is the masked part of its 16 x 16 pixels.

@@ -43,7 +43,7 @@ BLOCK_LISTS = (
 
 
 @dataclass
-class Kept:
+class KeptResults:
     """The results of a computed call of the model that the step cache keeps, for later calls of the same guidance
     branch."""
 
@@ -55,13 +55,15 @@ class Kept:
 
 
 @dataclass
-class Call:
+class CachedCall:
     """A call of the model in progress, as the step cache sees it."""
 
     key: Any  # key of what the cache keeps for this call: the ranks and the guidance branch
     ranks: SequenceRanks  # the ranks that share its sequence
-    own: Kept  # what the cache will keep of this call if it is computed
-    cached: Kept | None = None  # kept results used in place of the blocks after the first; None: these are computed
+    own: KeptResults  # what the cache will keep of this call if it is computed
+    cached: KeptResults | None = (
+        None  # kept results used in place of the blocks after the first; None: these are computed
+    )
     output: Any = None  # output of the first block
 
 
@@ -103,8 +105,8 @@ class FirstBlockCache:
             raise self._refusal(f"has {len(self._blocks)} block(s) in lists named {', '.join(BLOCK_LISTS)}")
         self._signature = signature_of(self._blocks[0])
         self._image = place_of_image(self._blocks[0])
-        self._run, self._call = -1, None  # type: int, Call | None
-        self._kept: dict[Any, Kept] = {}
+        self._run, self._call = -1, None  # type: int, CachedCall | None
+        self._kept: dict[Any, KeptResults] = {}
         self._report: defaultdict[int, CachedStep] = defaultdict(CachedStep)
 
     def attach(self) -> Callable[[], None]:
@@ -132,7 +134,7 @@ class FirstBlockCache:
             self._forget()
         self._run, step = step_info.run, step_info.step
         self._kept = {key: kept for key, kept in self._kept.items() if kept.step >= step - 1}
-        self._call = Call((ranks, branch), ranks, Kept(call_key(dict(arguments)), step))
+        self._call = CachedCall((ranks, branch), ranks, KeptResults(call_key(dict(arguments)), step))
 
     def bytes_held(self) -> int:
         """Return the bytes of the tensors that the cache keeps on this rank now."""
@@ -221,7 +223,7 @@ class FirstBlockCache:
             self._keep(call, [output] if isinstance(output, Tensor) else output)
         return output
 
-    def _keep(self, call: Call, ended: Sequence[Tensor | None]) -> None:
+    def _keep(self, call: CachedCall, ended: Sequence[Tensor | None]) -> None:
         """Keep what the blocks after the first one have changed. Raise UserError if the last block's tensors do not
         match the first one's.
 

@@ -38,7 +38,7 @@ Calls = Sequence[tuple[nn.Module, Sequence[Mapping[str, Any]]]]  # each model wi
 
 
 @dataclass(frozen=True)
-class Trial:
+class SettingTrial:
     """The result of running a model with one setting on a number of ranks."""
 
     ranks: int  # number of ranks
@@ -56,7 +56,7 @@ class Verification:
     model: str  # class name of the transformer
     calls: int  # number of calls that were compared in each trial
     allowed: float  # largest absolute difference that rounding explains
-    trials: tuple[Trial, ...]  # one for each setting and number of ranks
+    trials: tuple[SettingTrial, ...]  # one for each setting and number of ranks
 
     @property
     def exit_code(self) -> int:
@@ -131,7 +131,7 @@ def verify(
             other = _outputs(calls)
         largest = max(float(x.abs().max()) for x in plain)
         allowed = BEYOND_ROUNDING * _difference(plain, other) + torch.finfo(plain[0].dtype).eps * largest
-        case = Case(calls, plan, plain, allowed, compile)
+        case = RecordedCalls(calls, plan, plain, allowed, compile)
         settings = exact_settings() | {CACHED: Config(step_cache="first_block", step_cache_threshold=1e30)}
         trials = [case.trial(size, name, config) for size in ranks for name, config in settings.items()]
         trials += [case.trial(size, COMPILED, Config(compile=True)) for size in ranks[:1]]
@@ -182,7 +182,7 @@ def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, 
 
 
 @dataclass(frozen=True)
-class Case:
+class RecordedCalls:
     """The calls of a model that all settings are tried on, with their results in one process."""
 
     calls: Calls  # each model with the arguments of its calls
@@ -191,7 +191,7 @@ class Case:
     allowed: float  # largest absolute difference that rounding explains
     compile: bool  # True to compile graphs in the compiled trials; False to only trace them
 
-    def trial(self, ranks: int, setting: str, config: Config) -> Trial:
+    def trial(self, ranks: int, setting: str, config: Config) -> SettingTrial:
         """Run the calls with a setting on a number of ranks, threads of this process, and return how they compare with
         one process.
 
@@ -221,14 +221,16 @@ class Case:
             ((plain, _),) = [(self.plain, "")] if config.exact else run_ranks(1, work)
             of_ranks = run_ranks(ranks, work)
         except UserError as refusal:
-            return Trial(ranks, setting, "refused", reason=" ".join(str(refusal).split()))
+            return SettingTrial(ranks, setting, "refused", reason=" ".join(str(refusal).split()))
         except Exception as failure:
-            return Trial(ranks, setting, "failed", reason=" ".join(f"{type(failure).__name__}: {failure}".split()))
+            return SettingTrial(
+                ranks, setting, "failed", reason=" ".join(f"{type(failure).__name__}: {failure}".split())
+            )
         first, account = of_ranks[0]
         error = _difference(plain, first)
         alike = all(torch.equal(x, y) for outputs, _ in of_ranks for x, y in zip(outputs, first, strict=True))
         outcome = "exact" if alike and error <= self.allowed else "wrong"
-        return Trial(ranks, setting, outcome, error, alike, account)
+        return SettingTrial(ranks, setting, outcome, error, alike, account)
 
 
 def _account(engine: Engine) -> str:

@@ -25,7 +25,7 @@ from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target
 from cocodiff.exchange.outgoing import EncodedCall, Outgoing
 from cocodiff.exchange.transfer import Transfer
 from cocodiff.topology.layout import Layout
-from cocodiff.topology.routes.chunks import Piece, Side, pieces
+from cocodiff.topology.routes.chunks import Side, TransposePiece, pieces
 from cocodiff.topology.routes.plans import Block
 
 NAME = "x"  # name of the transposed tensor in the trace
@@ -104,7 +104,7 @@ class Transpose:
         self._exchange, self._grid, self._way, self._layer = exchange, grid, way, layer
         given, taken = (side.cuts for side in (grid if way == "forward" else grid[::-1]))
         self._schedule = tuple(pieces(given, taken, math.ceil(early * taken)))
-        self._pending: list[tuple[Piece, LaneFuture[Target]]] = []
+        self._pending: list[tuple[TransposePiece, LaneFuture[Target]]] = []
         self._into: Tensor | None = None
 
     def give(self, x_BRCD: Tensor, number: int) -> None:
@@ -143,7 +143,7 @@ class Transpose:
             return x_BRCD.new_empty(B, rows.shares[own], sum(columns.shares), D)
         return x_BRCD.new_empty(B, columns.shares[own], sum(rows.shares), D).transpose(1, 2)
 
-    def _outgoing(self, piece: Piece, x_BRCD: Tensor, into_BRCD: Tensor) -> TransposedPiece:
+    def _outgoing(self, piece: TransposePiece, x_BRCD: Tensor, into_BRCD: Tensor) -> TransposedPiece:
         """Return one piece of the transpose as tensors to send, with the places of what is received for it.
 
         Args:

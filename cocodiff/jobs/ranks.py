@@ -42,7 +42,7 @@ Work = Callable[[Any], None]  # called with the rank's transport
 
 
 @dataclass(frozen=True)
-class End:
+class RankEnd:
     """The end of a rank's process: done or in which way failed, and what to show the user."""
 
     # Kind reported by the rank: "done", "mistake" (the user's), "lost" (it lost a peer), "failed" or "interrupted". The
@@ -67,7 +67,7 @@ class End:
         return PeerLost(own, f"{self.kind}: {self.message}") if self.lost is None else PeerLost(self.lost, self.message)
 
 
-RunRank = Callable[[Launch, OnLoss], tuple[End, Any]]  # `_run_rank` for one launch
+RunRank = Callable[[Launch, OnLoss], tuple[RankEnd, Any]]  # `_run_rank` for one launch
 
 
 def run_ranks(
@@ -114,7 +114,7 @@ def run_ranks(
 
 def _run_rank(
     config: Config, settings: dict[str, str], work: Work, launch: Launch, note_loss: OnLoss | None = None
-) -> tuple[End, Any]:
+) -> tuple[RankEnd, Any]:
     """Connect this rank with the others and run the command's work on it, whatever error that raises.
 
     Return the rank's end, and its transport or None if it could not be opened. A failure is reported to other ranks.
@@ -134,13 +134,13 @@ def _run_rank(
         transport = open_transport(config, launch, settings, [note_loss] if note_loss is not None else [])
         work(transport)
         transport.close()
-        return End("done"), transport
+        return RankEnd("done"), transport
     except (UserError, PeerLost, KeyboardInterrupt, Exception) as error:
         if transport is not None:
             error = _known_loss(transport) or error  # after a loss other errors follow from it
         end = _end_of(error)
         if isinstance(error, PeerLost) and error.rank == launch.rank and error.reason.startswith("failed: "):
-            end = End("failed", error.reason.removeprefix("failed: "))  # it received a wrong message
+            end = RankEnd("failed", error.reason.removeprefix("failed: "))  # it received a wrong message
         if transport is not None and end.kind != "lost":
             transport.health.fail(end.message, mistake=end.kind == "mistake")
         return end, transport
@@ -158,20 +158,20 @@ def _known_loss(transport: Any) -> UserError | PeerLost | None:
     return None
 
 
-def _end_of(error: BaseException) -> End:
+def _end_of(error: BaseException) -> RankEnd:
     """Return the end of a rank whose work raised `error`."""
     if isinstance(error, KeyboardInterrupt):
-        return End("interrupted", "interrupted")
+        return RankEnd("interrupted", "interrupted")
     if isinstance(error, PeerLost):
-        return End("lost", error.reason, lost=error.rank)
+        return RankEnd("lost", error.reason, lost=error.rank)
     if isinstance(error, UserError):
-        return End("failed" if isinstance(error, OwnRankError) else "mistake", str(error))
+        return RankEnd("failed" if isinstance(error, OwnRankError) else "mistake", str(error))
     if line := failed_import(error):
-        return End("mistake", line)
-    return End("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+        return RankEnd("mistake", line)
+    return RankEnd("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-def _say(end: End, who: str) -> None:
+def _say(end: RankEnd, who: str) -> None:
     """Print a rank's bad end on stderr: the traceback of a failure, and one line. A good end prints nothing.
 
     who: text before the line's message, such as "[rank 3] "
@@ -260,16 +260,16 @@ class _Notes:
             os.close(other)
         return own
 
-    def note_end(self, rank: int, end: End) -> None:
+    def note_end(self, rank: int, end: RankEnd) -> None:
         """Record the end of a rank for the parent. It is called in the rank; a later end replaces an earlier one."""
         os.write(self._ends, f"{json.dumps([rank, vars(end)])}\n".encode())
 
-    def noted_end(self, rank: int) -> End | None:
+    def noted_end(self, rank: int) -> RankEnd | None:
         """Return the last end that a rank has recorded; None if there is none. It is called in the parent."""
         # Another rank may be writing at this time: an incomplete last line is not read.
         whole, _, _ = _content(self._ends).rpartition("\n")
         notes = [json.loads(line) for line in whole.splitlines()]
-        return next((End(**end) for of, end in reversed(notes) if of == rank), None)
+        return next((RankEnd(**end) for of, end in reversed(notes) if of == rank), None)
 
     def said(self, rank: int) -> str:
         """Return a rank's output so far as text; of rank 0, which has the terminal, only that of its libraries."""
@@ -331,7 +331,7 @@ def _child(launch: Launch, run: RunRank, notes: _Notes, listener: socket.socket)
         os.dup2(log, 2)
     else:
         keep_libraries_off_stderr(log)
-    end = End("interrupted", "interrupted")  # used if SIGTERM arrives while the rank ends
+    end = RankEnd("interrupted", "interrupted")  # used if SIGTERM arrives while the rank ends
     try:
         end, _ = run(launch, lambda error: notes.note_end(rank, _end_of(error)))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -361,7 +361,7 @@ def _attend_children(
         left: function that returns what a failed run has left in its folder
         config: its time limits are used
     """
-    ends: dict[int, End] = {}
+    ends: dict[int, RankEnd] = {}
     deadline, looked = float("inf"), time.monotonic()
     interrupted = ended_by_us = False
     stopped_s: dict[int, float] = {}  # time since each stopped process was stopped, by its id
@@ -392,9 +392,9 @@ def _attend_children(
             continue
         rank = children.pop(pid)
         if pid in given_up:
-            ends[rank] = End("stopped", f"was stopped for more than {config.timeout_s:g} s", lost=rank)
+            ends[rank] = RankEnd("stopped", f"was stopped for more than {config.timeout_s:g} s", lost=rank)
         elif ended_by_us:  # it may have recorded its end just before
-            ends[rank] = notes.noted_end(rank) or End("stuck", "did not stop", lost=rank)
+            ends[rank] = notes.noted_end(rank) or RankEnd("stuck", "did not stop", lost=rank)
         else:
             ends[rank] = _child_end(rank, status, notes)
         if not interrupted and not any(end.code for of, end in ends.items() if of != rank):
@@ -408,7 +408,7 @@ def _attend_children(
     return _report(alone, ends, left())
 
 
-def _child_end(rank: int, status: int, notes: _Notes) -> End:
+def _child_end(rank: int, status: int, notes: _Notes) -> RankEnd:
     """Return the end of a forked rank: that which it has recorded, or the signal or exit code that ended it.
 
     Args:
@@ -419,12 +419,12 @@ def _child_end(rank: int, status: int, notes: _Notes) -> End:
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         said = notes.said(rank) if number in OWN_SIGNALS else ""
-        return End("killed", f"was killed by {number.name}", said, rank)
-    left = End("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", notes.said(rank))
+        return RankEnd("killed", f"was killed by {number.name}", said, rank)
+    left = RankEnd("failed", f"rank {rank} left with code {os.WEXITSTATUS(status)}", notes.said(rank))
     return notes.noted_end(rank) or left
 
 
-def _report(alone: Launch, ends: dict[int, End], left: str) -> int:
+def _report(alone: Launch, ends: dict[int, RankEnd], left: str) -> int:
     """Print one line on the cause of a job's bad end, and return the job's exit code; 0 if no rank failed.
 
     The cause is the worst of the ranks' ends; the losses that other ranks report only follow from it.
@@ -465,7 +465,7 @@ def _report(alone: Launch, ends: dict[int, End], left: str) -> int:
 # Used by every command that runs on ranks -----------------------------------------------------------------------------
 
 
-def note_cause(launch: Launch, rank: int, end: End) -> None:
+def note_cause(launch: Launch, rank: int, end: RankEnd) -> None:
     """Write why a job fails into the file that `restore`, if it started the job, reads by `read_cause`.
 
     Ends that are no failure are not written.
@@ -486,7 +486,7 @@ def read_cause(file: int) -> UserError | PeerLost | None:
     file: the file's descriptor
     """
     rank, end = json.loads(_content(file) or "[0, null]")
-    return End(**end).error(rank) if end else None
+    return RankEnd(**end).error(rank) if end else None
 
 
 def settle(values: dict[str, Any], launch: Launch) -> tuple[Launch, int]:

@@ -25,7 +25,7 @@ Made = Iterable[tuple[str, Any]]  # a unit's results: pairs of a name and an arr
 _HEADER = "job.json"  # file of what `Store.begin` was given
 
 
-class Kept(NamedTuple):
+class KeptCount(NamedTuple):
     """The count of what a job has finished, for messages such as "12 of 80 slices"."""
 
     done: int  # number of finished slices, samples or prompts; units of work that belong to a test count 0
@@ -86,13 +86,13 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> KeptCount | None:
         """Return how many slices or prompts are finished. None if no unit of work is, or the job is not described."""
         header = self.header()
         if header is None:
             return None
         done = [header["counts"][number] for number in self.finished() if number < len(header["counts"])]
-        return Kept(sum(done), header["total"], header["unit"]) if done else None
+        return KeptCount(sum(done), header["total"], header["unit"]) if done else None
 
     @property
     def is_damaged(self) -> bool:

@@ -51,7 +51,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from cocodiff_sycl.parts import RUN, TILE, TOKENS, Cut, room_of, stream_places
+from cocodiff_sycl.parts import RUN, TILE, TOKENS, BlockCut, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.device import kept_for_all_streams
@@ -87,7 +87,7 @@ def least_room(head_dim: int) -> int:
 
 
 def encode_lossless(
-    x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
+    x_BLHD: Tensor, known: Known, cut: BlockCut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
 ) -> None:
     """Encode a 16-bit tensor: write the streams of all blocks to `streams`, and the tensor itself to `known.written`.
 
@@ -120,7 +120,7 @@ def encode_lossless(
     known.written.copy_(x_BLHD)
 
 
-def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
+def stream_lengths(code_BLHW: Tensor, cut: BlockCut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
     """Write the lengths of received streams in bytes to `lengths_N`, from the sizes of their tiles that the streams
     begin with.
 
@@ -140,7 +140,7 @@ def stream_lengths(code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Te
 
 
 def decode_lossless(
-    code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor | None, known: Known, cut: Cut
+    code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor | None, known: Known, cut: BlockCut
 ) -> None:
     """Decode the streams of all blocks into `known.written`.
 
@@ -175,7 +175,7 @@ def decode_lossless(
     written.copy_(flat.view(written.dtype).view(written.shape))
 
 
-def _first_parts(code_BLHW: Tensor, cut: Cut) -> Sequence[Tensor]:
+def _first_parts(code_BLHW: Tensor, cut: BlockCut) -> Sequence[Tensor]:
     """Return the first part of every block's stream, as views of the received buffer.
 
     Args:
@@ -340,7 +340,7 @@ class _Strips:
     strips and T tiles, block after block.
     """
 
-    def __init__(self, shape: tuple[int, ...], cut: Cut, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], cut: BlockCut, device: torch.device) -> None:
         """Compute the index tensors.
 
         Args:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cocodiff_sycl.ops import SyclOps
-from cocodiff_sycl.parts import Cut, Rows, room_of, stream_places
+from cocodiff_sycl.parts import BlockCut, Rows, room_of, stream_places
 from torch import Tensor
 
 from cocodiff.kernels.dispatch import OPS, STREAMED
@@ -176,7 +176,7 @@ def _streamed(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, last_BLHD: Tenso
         last_BLHD: its values at the last call.
         before_BLHD: its values at the call before that.
     """
-    cut, device = Cut(1, (L - 1, 1)), x_BLHD.device
+    cut, device = BlockCut(1, (L - 1, 1)), x_BLHD.device
     cells, width = cut.cells(x_BLHD.shape), least_room(D) + 1
     places, written = stream_places(cells, D), [before_BLHD.clone() for _ in range(2)]
     ends = [Known(before_BLHD, last_BLHD, before_BLHD, 0.75) for before_BLHD in written]

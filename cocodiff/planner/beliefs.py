@@ -19,7 +19,7 @@ WORTH_SAYING = 0.1  # an end that changes a step by a smaller share of it is not
 HALVINGS = 7  # of a range, to find the value at which a choice changes
 
 
-class End(NamedTuple):
+class RangeEnd(NamedTuple):
     """The plan of a job if one unmeasured value of the machine file is at an end of its range."""
 
     belief: Belief  # the value that was not measured, with its range
@@ -48,7 +48,7 @@ def with_value(division: Division, name: str, value: float) -> Division:
     return replace(division, cases=cases)
 
 
-def ends_of(division: Division) -> Iterator[End]:
+def ends_of(division: Division) -> Iterator[RangeEnd]:
     """Yield the plans with each unmeasured value of the machine file at the low and the high end of its range.
 
     An end that equals the file's own value is left out.
@@ -58,7 +58,7 @@ def ends_of(division: Division) -> Iterator[End]:
         believed = machine.value(belief.name)
         for value in (belief.low, belief.high):
             if value != believed:
-                yield End(belief, believed, value, with_value(division, belief.name, value))
+                yield RangeEnd(belief, believed, value, with_value(division, belief.name, value))
 
 
 def choices_of(division: Division) -> str:
@@ -69,7 +69,7 @@ def choices_of(division: Division) -> str:
     return f"ulysses {mesh.ulysses}{ring}" + (f", codec {codec}" if codec != "none" else "")
 
 
-def turning_points(division: Division, holds: Callable[[Division], bool]) -> Iterator[tuple[End, float]]:
+def turning_points(division: Division, holds: Callable[[Division], bool]) -> Iterator[tuple[RangeEnd, float]]:
     """Yield the ends of ranges at which a statement about the plan is no longer what it is with the machine file's
     values.
 

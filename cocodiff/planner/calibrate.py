@@ -43,7 +43,7 @@ class Constants:
         return replace(nominal, links=links, beliefs=beliefs)
 
 
-class AllToAll:
+class PlannedAllToAll:
     """An exchange of equal blocks among all ranks, as `bench alltoall` times it, whose seconds are predicted for a
     machine."""
 

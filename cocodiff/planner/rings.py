@@ -27,7 +27,7 @@ Levels = tuple[int, ...]
 Seconds = Callable[[float], float]  # from seconds of attention to one group's keys to those of a whole call
 
 
-class Ring(NamedTuple):
+class RingCost(NamedTuple):
     """The messages of one attention call in all rings of a mesh, and its seconds."""
 
     messages: Sequence[Traffic]  # traffic of each kind of messages
@@ -35,7 +35,7 @@ class Ring(NamedTuple):
     moves_s: Sequence[float] = ()  # for a ring of keys: seconds of each step in which all ranks pass on a block
 
 
-def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_s: float) -> Ring:
+def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_s: float) -> RingCost:
     """Predict the messages and seconds of an attention call in the rings of a mesh. With one Ulysses group there are no
     messages.
 
@@ -46,7 +46,7 @@ def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_
         message_s: least seconds of a message.
     """
     if mesh.ring == 1:
-        return Ring([], partial(key_seconds, ()))
+        return RingCost([], partial(key_seconds, ()))
     return OF_KINDS[mesh.kind](mesh, layouts, work, Wires(mesh.topology), message_s)
 
 
@@ -82,7 +82,7 @@ def around(
     return messages, tuple(seconds[level] for level in grids[0].levels_M)
 
 
-def key_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+def key_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> RingCost:
     """Predict an attention call in which keys and values are passed round the rings (`ring_kind: keys`).
 
     Args:
@@ -93,7 +93,7 @@ def key_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: 
         message_s: least seconds of a message.
     """
     messages, moves_s = around(mesh, layouts, 2 * work.cell, wires, message_s)
-    return Ring([messages], partial(key_seconds, moves_s), moves_s)
+    return RingCost([messages], partial(key_seconds, moves_s), moves_s)
 
 
 def key_seconds(moves_s: Sequence[float], a_block: float) -> float:
@@ -107,7 +107,7 @@ def key_seconds(moves_s: Sequence[float], a_block: float) -> float:
     return sum(max(a_block, move_s) for move_s in moves_s) + a_block
 
 
-def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> RingCost:
     """Predict an attention call in which queries are passed round a node's groups, and keys between nodes (`ring_kind:
     token`). Partial results go back.
 
@@ -130,7 +130,7 @@ def token_ring(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires
             parts.send(*pair, grid.rounds * sizes_G[owners_G])
     parts_s = [0.0, *(step.seconds() + message_s for step in steps[1:])]
     pieces = min(LAST_PIECES, *layouts[0].heads)
-    return Ring([queries, parts, keys], partial(token_seconds, (*queries_s, 0.0), parts_s, keys_s, pieces))
+    return RingCost([queries, parts, keys], partial(token_seconds, (*queries_s, 0.0), parts_s, keys_s, pieces))
 
 
 def token_seconds(
@@ -159,7 +159,7 @@ def token_seconds(
     return max(at + part_s / pieces, at + part_s - (1 - 1 / pieces) * a_block, *arrivals)
 
 
-def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> Ring:
+def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires: Wires, message_s: float) -> RingCost:
     """Predict an attention call in which queries go to all ranks of a node and across nodes, and partial results return
     (`ring_kind: streaming`).
 
@@ -190,7 +190,7 @@ def streaming(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, wires:
     gather_s, reduce_s = ((one.seconds() / pieces + message_s) * (within > 1) for one in (gather, reduce))
     cross_s = (cross.seconds() / 2 / pieces + message_s) * (nodes > 1)
     seconds = partial(stream_seconds, mesh.ring / pieces, pieces, gather_s, reduce_s, cross_s)
-    return Ring([gather, reduce, cross], seconds)
+    return RingCost([gather, reduce, cross], seconds)
 
 
 def stream_seconds(
@@ -223,10 +223,10 @@ OF_KINDS = {"keys": key_ring, "token": token_ring, "streaming": streaming}  # na
 
 
 def in_chunks(
-    mesh: Mesh, chunks: int, rows_P: np.ndarray, ring: Ring, message_seconds: Callable[[np.ndarray], float]
+    mesh: Mesh, chunks: int, rows_P: np.ndarray, ring: RingCost, message_seconds: Callable[[np.ndarray], float]
 ) -> Seconds | None:
-    """Predict an attention call whose tensors are sent in chunks: return a function as `Ring.seconds`, or None if there
-    is only one chunk.
+    """Predict an attention call whose tensors are sent in chunks. Return a function as `RingCost.seconds`, or None if
+    there is only one chunk.
 
     On one node all chunks but the rank's own arrive at once.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cocodiff_sycl.parts import Cut
+from cocodiff_sycl.parts import BlockCut
 from torch import Tensor
 
 from cocodiff.attention.lossless import TYPICAL
@@ -179,7 +179,7 @@ def coded_s(device: Device, x: Tensor, config: Config, width: int, sends: bool) 
     code = x.new_empty(*x.shape[:3], width, dtype=torch.uint8)
     passes: dict[str, tuple[Any, ...]]
     if config.codec == "lossless":
-        cut, number, known = Cut(1, (x.shape[1],)), numbers[:1], Known(x, x, before)
+        cut, number, known = BlockCut(1, (x.shape[1],)), numbers[:1], Known(x, x, before)
         passes = {"stream_lengths": (code, cut, x, number), "decode_lossless": (code, number, number, None, known, cut)}
         if sends:
             passes = {"encode_lossless": (x, known, cut, code, number, number)}

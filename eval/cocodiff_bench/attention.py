@@ -65,7 +65,7 @@ OPTIONS = common.with_common_options(
 )
 
 
-class Call(NamedTuple):
+class CallTensors(NamedTuple):
     """The tensors of one rank in one attention call that `bench attention` times."""
 
     tokens: int  # number of all ranks' tokens together
@@ -74,7 +74,7 @@ class Call(NamedTuple):
     v_BLHD: Tensor  # this rank's values
 
     @classmethod
-    def random(cls, tokens: int, values: Values, rank: int, topology: Topology) -> Call:
+    def random(cls, tokens: int, values: Values, rank: int, topology: Topology) -> CallTensors:
         """Return random queries, keys and values for this rank.
 
         Args:
@@ -150,7 +150,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     alone, measured = transport.size == 1, list[Row]()
     ways, topology = ways_of(values, transport.size), topology_of(values["machine"], transport.size)
     for tokens in values["tokens"]:
-        call = Call.random(tokens, values, transport.rank, topology)
+        call = CallTensors.random(tokens, values, transport.rank, topology)
         traces = {} if alone else {way: Trace(transport.rank) for way in ways}
         if alone:
             variants = {name: run for way in ways for name, run in alone_variants(way, call, values)}
@@ -168,7 +168,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
 # One process ----------------------------------------------------------------------------------------------------------
 
 
-def alone_variants(way: str, call: Call, values: Values) -> Iterator[tuple[str, Callable[[], Any]]]:
+def alone_variants(way: str, call: CallTensors, values: Values) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield (name, function) pairs for a way to compute attention in one process: a pair for every number of threads.
 
     The way "blocks" has a pair for every number of threads and size of blocks. The way "triad" computes no attention:
@@ -254,7 +254,7 @@ def peak_of(run: Callable[[], Any]) -> int | None:
 
 
 def shared_variants(
-    call: Call, values: Values, topology: Topology, transport: Any, traces: Mapping[str, Trace]
+    call: CallTensors, values: Values, topology: Topology, transport: Any, traces: Mapping[str, Trace]
 ) -> dict[str, Callable[[], Any]]:
     """Return, for each way to compute attention on several ranks, a function that makes the attention call.
 
@@ -275,7 +275,7 @@ def shared_variants(
     return found
 
 
-def strategy_of(way: str, call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
+def strategy_of(way: str, call: CallTensors, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:
     """Return a function that makes an attention call on all ranks by one of the engine's strategies, as in a model.
 
     Args:
@@ -311,7 +311,9 @@ def local_of(values: Values, topology: Topology) -> Any:
     return RooflineAttention(clock)
 
 
-def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _trace: Trace) -> Callable[[], Tensor]:
+def torch_ring(
+    call: CallTensors, values: Values, topology: Topology, transport: Any, _trace: Trace
+) -> Callable[[], Tensor]:
     """Return a function that makes an attention call on all ranks by torch's own ring attention.
 
     It has the kernel that our rings use. The bytes that it sends are not counted.
@@ -343,7 +345,9 @@ def torch_ring(call: Call, values: Values, topology: Topology, transport: Any, _
     return run
 
 
-def merging(call: Call, values: Values, topology: Topology, transport: Any, trace: Trace) -> Callable[[], Tensor]:
+def merging(
+    call: CallTensors, values: Values, topology: Topology, transport: Any, trace: Trace
+) -> Callable[[], Tensor]:
     """Return a function that makes an attention call of a single query: each rank attends to its own keys.
 
     All ranks then merge these partial results in the order of ranks. Each rank sends its partial result to all others
@@ -378,7 +382,7 @@ def merging(call: Call, values: Values, topology: Topology, transport: Any, trac
 
 
 def rows_of(
-    call: Call, seconds: dict[str, list[float]], sent: Any, results: dict[str, Any], peaks: dict[str, int | None]
+    call: CallTensors, seconds: dict[str, list[float]], sent: Any, results: dict[str, Any], peaks: dict[str, int | None]
 ) -> list[Row]:
     """Return the rows of bench.json for one size of attention call, one for each way to compute it, and print them.
 

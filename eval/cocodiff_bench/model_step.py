@@ -37,7 +37,7 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.kernels.device import free_memory
-from cocodiff.planner.calibrate import AllToAll
+from cocodiff.planner.calibrate import PlannedAllToAll
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import OUTPUT_CHANNELS
 from cocodiff.planner.decisions import decisions_of
@@ -62,7 +62,7 @@ def figure_11_share() -> float:
     """
     machine = load_machine("aurora").with_value("latency_us", 0.0)
     topology = Topology.build(machine, machine.tiles_per_node or 12)
-    shares = [AllToAll(topology, name, 48).seconds(machine) / found_s for name, found_s in FIGURE_11_S.items()]
+    shares = [PlannedAllToAll(topology, name, 48).seconds(machine) / found_s for name, found_s in FIGURE_11_S.items()]
     return round(statistics.geometric_mean(shares), 3)
 
 
@@ -297,7 +297,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
                     key: Late.of([one["spans"] for one in of_ranks], behind[key].waited)
                     for key, of_ranks in records.items()
                 }
-                of_case = rows_of(Measured(case, cases, clock.dilation, computing, hidden), slowest)
+                of_case = rows_of(StepMeasurement(case, cases, clock.dilation, computing, hidden), slowest)
                 common.say_rows(of_case, "a step", more_words)
                 measured += [row | about | {"size": size, "batch": values["batch"]} for row in of_case]
     if transport.rank == 0:
@@ -463,7 +463,7 @@ def over_schedule(of_kind: Mapping[CallKind, float], steps: Sequence[Mapping[Cal
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurement:
     """The measurements of `bench step` at one image size and one link efficiency."""
 
     title: str  # the model, sizes and ranks in words
@@ -500,7 +500,7 @@ class Measured:
         return sum(part * late.hidden for part, late in parts) / sent if sent else None
 
 
-def rows_of(case: Measured, slowest: Mapping[str, list[float]]) -> list[Row]:
+def rows_of(case: StepMeasurement, slowest: Mapping[str, list[float]]) -> list[Row]:
     """Return the rows of bench.json of one image size and link efficiency, in seconds of a step on the real machine.
 
     Args:

@@ -147,7 +147,7 @@ class StandIn:
         # Spans whose names begin so are waits in which nothing is hidden.
         self.waited = "wait for weights" if self.shares else "wait"
         if split is not None:
-            self._blocks = Blocks(statistics.mean(block_parameters(case.shape)))
+            self._blocks = StandInModel(statistics.mean(block_parameters(case.shape)))
             SplitWeights(self._blocks, case.topology, transport, split).attach(self._trace)
 
     def begin(self, kind: CallKind) -> None:
@@ -229,7 +229,7 @@ class StandIn:
         self.record = self._trace.record()
 
 
-class Blocks(nn.Module):
+class StandInModel(nn.Module):
     """A model with weights of the right size but no use, to measure their gathering from the ranks that share them.
 
     Each of its blocks has one tensor of weights. A call of a block runs a function that ignores them.
@@ -242,7 +242,7 @@ class Blocks(nn.Module):
             numbers: number of weights of each block, for instance a mean; its fraction is cut off.
         """
         super().__init__()
-        self.blocks = nn.ModuleList(Block(int(numbers)) for _ in range(SITES))
+        self.blocks = nn.ModuleList(StandInBlock(int(numbers)) for _ in range(SITES))
 
     def forward(self, run_layer: Callable[[int], None]) -> None:
         """Call each block, which calls `run_layer` with the block's number when its weights are gathered."""
@@ -250,7 +250,7 @@ class Blocks(nn.Module):
             block(partial(run_layer, number))
 
 
-class Block(nn.Module):
+class StandInBlock(nn.Module):
     """A block of a model, with one tensor of weights. A call runs the function it gets, and ignores the weights."""
 
     def __init__(self, numbers: int) -> None:

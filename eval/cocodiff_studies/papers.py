@@ -20,7 +20,7 @@ from cocodiff.config.machine import Machine
 from cocodiff.config.text_table import aligned
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.terminal import say
-from cocodiff.planner.calibrate import AllToAll, Constants
+from cocodiff.planner.calibrate import Constants, PlannedAllToAll
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.layers import plan_step
 from cocodiff.planner.memory import fullest, largest_batch
@@ -34,17 +34,17 @@ FIXED = tuple(f"{tenths / 10:g}" for tenths in range(1, 10))  # fixed parts of t
 
 
 @dataclass(frozen=True)
-class Measured:
+class PaperTime:
     """A time of an all-to-all that the paper gives, or a ratio of two, which a fit has to reproduce."""
 
     variant: str  # name of an exchange, or "flat_serial": to one peer at a time
     size_mb: float  # MB per rank, including its block for itself
     value: float  # seconds; a ratio if `over` is given
     part: str = "whole"  # "whole", or "phase1" or "phase2" of tapa
-    over: Measured | None = None  # the measurement to which `value` is the ratio
+    over: PaperTime | None = None  # the measurement to which `value` is the ratio
 
 
-def figure_11(baseline: str) -> dict[str, Measured]:
+def figure_11(baseline: str) -> dict[str, PaperTime]:
     """Return the measurements that the paper's text gives for Figure 11, by name.
 
     A message size is read as a rank's whole tensor: 14 MB in the paper's running example, where each of q, k and v has
@@ -55,12 +55,12 @@ def figure_11(baseline: str) -> dict[str, Measured]:
         baseline: the exchange of ours that oneCCL is taken to be: "flat", or "flat_serial", to one peer at a time.
     """
     return {
-        "TAPA, phase 1, 3 MB": Measured("tapa", 3, 0.3e-3, "phase1"),
-        "TAPA, phase 1, 48 MB": Measured("tapa", 48, 0.5e-3, "phase1"),
-        "TAPA, phase 2, 48 MB": Measured("tapa", 48, 6.0e-3, "phase2"),
-        "oneCCL, 48 MB": Measured(baseline, 48, 25.5e-3),
-        "oneCCL over TAPA, 24 MB": Measured(baseline, 24, 3.0, over=Measured("tapa", 24, 0.0)),
-        "oneCCL over TAPA, 6 MB": Measured(baseline, 6, 1.0, over=Measured("tapa", 6, 0.0)),
+        "TAPA, phase 1, 3 MB": PaperTime("tapa", 3, 0.3e-3, "phase1"),
+        "TAPA, phase 1, 48 MB": PaperTime("tapa", 48, 0.5e-3, "phase1"),
+        "TAPA, phase 2, 48 MB": PaperTime("tapa", 48, 6.0e-3, "phase2"),
+        "oneCCL, 48 MB": PaperTime(baseline, 48, 25.5e-3),
+        "oneCCL over TAPA, 24 MB": PaperTime(baseline, 24, 3.0, over=PaperTime("tapa", 24, 0.0)),
+        "oneCCL over TAPA, 6 MB": PaperTime(baseline, 6, 1.0, over=PaperTime("tapa", 6, 0.0)),
     }
 
 
@@ -82,13 +82,13 @@ def fit_figure_11(machine: Machine, baseline: str = "flat_serial") -> Fit:
         baseline: the exchange that oneCCL is taken to be, as for `figure_11`.
     """
     topology = Topology.build(replace(machine, nodes=None), machine.tiles_per_node or 12)
-    measured, exchange = figure_11(baseline).values(), cache(partial(AllToAll, topology))
+    measured, exchange = figure_11(baseline).values(), cache(partial(PlannedAllToAll, topology))
 
     def constants_of(x: np.ndarray) -> Constants:
         latency_us, sibling, slower = np.exp(x).tolist()
         return Constants(latency_us, 0.0, sibling, slower, slower)
 
-    def seconds(one: Measured, machine: Machine) -> float:
+    def seconds(one: PaperTime, machine: Machine) -> float:
         found = exchange(one.variant, one.size_mb).seconds(machine, one.part)
         return found / seconds(one.over, machine) if one.over is not None else found
 
@@ -101,7 +101,7 @@ def fit_figure_11(machine: Machine, baseline: str = "flat_serial") -> Fit:
     return Fit(constants_of(found.x), predicted(found.x), float(np.sqrt(np.mean(found.fun**2))))
 
 
-class Run(NamedTuple):
+class PaperCase(NamedTuple):
     """A case of the CoCoDiff paper: a model that makes images of one size on some nodes."""
 
     model: str  # a name in configs/models
@@ -114,16 +114,20 @@ MODELS = ("sd3.5-paper", "qwen-image", "flux.1", "flux.2")
 SIZES = (768, 1536, 2304)
 FIGURE_10 = "figure 10"
 CASES = {
-    "one node": [Run(model, size, 1, batch) for model in MODELS for size in SIZES for batch in (1, 2, 4)],
+    "one node": [PaperCase(model, size, 1, batch) for model in MODELS for size in SIZES for batch in (1, 2, 4)],
     # Of 8 nodes the paper has one size: its rows of tokens do not divide otherwise.
     "several nodes": [
-        Run(model, size, nodes, None)
+        PaperCase(model, size, nodes, None)
         for model in MODELS
         for nodes, sizes in ((2, SIZES), (4, SIZES), (8, (1536,)))
         for size in sizes
     ],
-    "besides": [Run("qwen-image", 768, 2), Run("qwen-image", 2304, 2), Run("sd3.5-paper", 1536, 1, None)],
-    FIGURE_10: [Run("sd3.5-paper", 768, 1)],
+    "besides": [
+        PaperCase("qwen-image", 768, 2),
+        PaperCase("qwen-image", 2304, 2),
+        PaperCase("sd3.5-paper", 1536, 1, None),
+    ],
+    FIGURE_10: [PaperCase("sd3.5-paper", 768, 1)],
 }
 DEGREES = {1: 12, 2: 24, 4: 48, 8: 48}  # the paper's degree of Ulysses, by nodes
 
@@ -134,7 +138,7 @@ class Planned:
     def __init__(self, machine: Machine, shape_of: Callable[[str], ModelShape] = load_shape) -> None:
         self.machine, self._shape_of = replace(machine, nodes=None), cache(shape_of)
 
-    def rows(self, where: str, run: Run) -> Iterator[dict[str, Any]]:
+    def rows(self, where: str, run: PaperCase) -> Iterator[dict[str, Any]]:
         """Yield one row for each variant of a case; none if CoCoDiff's caches do not fit a tile beside the rest.
 
         A row has the case's fields, the variant, the seconds of a step and communication's share of it.
@@ -154,7 +158,7 @@ class Planned:
             times = {"step_s": plan.step_s, "communication_share": plan.communication_share}
             yield {"cases": where} | run._asdict() | {"variant": variant} | times
 
-    def _case(self, run: Run, variant: str) -> Case:
+    def _case(self, run: PaperCase, variant: str) -> Case:
         """Return the planner's description of a case. Ranks beyond the paper's degree of Ulysses, or beyond the heads,
         form rings.
 

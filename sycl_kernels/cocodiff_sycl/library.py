@@ -96,7 +96,7 @@ def look(tensors: Tensors) -> tuple[bytes, Hashable]:
     return addresses, tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
-class ExchangeTable(ctypes.Structure):
+class TensorFunctions(ctypes.Structure):
     """The C functions by which a library's tensors can be read, in the form that DLPack defines and torch 2.13 has
     (DLPackExchangeAPI)."""
 
@@ -117,7 +117,7 @@ def look_of(library: Path) -> Look:
     if capsule is None:
         return look
     pointer_of = ctypes.PYFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-    table = ExchangeTable.from_address(pointer_of(capsule, b"dlpack_exchange_api"))
+    table = TensorFunctions.from_address(pointer_of(capsule, b"dlpack_exchange_api"))
     if table.major != 1 or not table.tensor_of:
         return look
     python = ctypes.pythonapi

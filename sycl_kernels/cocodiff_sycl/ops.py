@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.parts import TILE, Cut, Rows
+from cocodiff_sycl.parts import TILE, BlockCut, Rows
 from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, TABLES, Plan, Plans
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"  # environment variable: check indices on a GPU too
@@ -228,7 +228,7 @@ class SyclOps:
         self._launch(plan, addresses, factors=(factor, onward))
 
     def encode_lossless(
-        self, x_BLHD: Tensor, known: Known, cut: Cut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
+        self, x_BLHD: Tensor, known: Known, cut: BlockCut, streams: Tensor, lengths_N: Tensor, needed_1: Tensor
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
@@ -241,7 +241,7 @@ class SyclOps:
         else:
             lengths_N.zero_()
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor:
+    def stream_lengths(self, code_BLHW: Tensor, cut: BlockCut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor:
         plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), cut, like_BLHD.shape[-1])
         begins = self._begins(plan.tiles)
         given = code_BLHW, None, plan.table, begins, lengths_N, None, None
@@ -249,7 +249,7 @@ class SyclOps:
         return begins
 
     def decode_lossless(
-        self, code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor, known: Known, cut: Cut
+        self, code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor, known: Known, cut: BlockCut
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
         tensors = last_BLHD, before_BLHD, written_BLHD

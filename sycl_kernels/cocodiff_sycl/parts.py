@@ -64,7 +64,7 @@ class Rows:
         return 1
 
 
-class Cut(NamedTuple):
+class BlockCut(NamedTuple):
     """A cut of a tensor [B, T, H, ...] (T tokens) into blocks, one for each rank that a tensor is sent to or received
     from."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cocodiff_sycl.checks import DTYPES, check_dims, check_last_stride, check_no_overlap, check_rows, check_shape
 from cocodiff_sycl.library import Layouts, Library, Tensors
-from cocodiff_sycl.parts import RUN, TOKENS, Cut, room_of, stream_places
+from cocodiff_sycl.parts import RUN, TOKENS, BlockCut, room_of, stream_places
 
 T = TypeVar("T")
 LAYOUTS = {"pairs": 0, "halves": 1, "complex": 2, "none": 3}  # the kernel's number of each rotary layout
@@ -238,7 +238,7 @@ class Plans:
         return self._of_rows(f"{op}_{DTYPES[like_BLHD.dtype]}", 8, rows, row_bytes, values, H)
 
     def encode_lossless(
-        self, x_BLHD: Tensor, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut
+        self, x_BLHD: Tensor, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: BlockCut
     ) -> Plan:
         """Return the plan of `encode_lossless`."""
         tensors = x_BLHD, last_BLHD, before_BLHD, written_BLHD
@@ -246,7 +246,7 @@ class Plans:
         places = stream_places(cut.cells(x_BLHD.shape), x_BLHD.shape[-1])
         return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0)
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: Cut, head_dim: int) -> Plan:
+    def stream_lengths(self, code_BLHW: Tensor, cut: BlockCut, head_dim: int) -> Plan:
         """Return the plan of `stream_lengths`.
 
         Args:
@@ -257,7 +257,7 @@ class Plans:
         return self._streams(("stream_begins",), (None, None, None, like_BLHD), cut, None, W)
 
     def decode_lossless(
-        self, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: Cut, width: int
+        self, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: BlockCut, width: int
     ) -> Plan:
         """Return the plan of `decode_lossless`."""
         tensors = None, last_BLHD, before_BLHD, written_BLHD
@@ -287,7 +287,7 @@ class Plans:
                 raise ValueError(f"{op}: {name} spans {spanned} numbers: give less than {2**32}")
 
     def _streams(
-        self, kernels: Sequence[str], tensors: Tensors, cut: Cut, places: Sequence[int] | None, width: int
+        self, kernels: Sequence[str], tensors: Tensors, cut: BlockCut, places: Sequence[int] | None, width: int
     ) -> Plan:
         """Return the plan of kernels of the lossless codec, which are launched one after the other.
 

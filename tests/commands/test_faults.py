@@ -16,7 +16,7 @@ from warm import forked
 
 from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
-from cocodiff.jobs.ranks import End, note_cause, read_cause
+from cocodiff.jobs.ranks import RankEnd, note_cause, read_cause
 
 pytestmark = pytest.mark.processes
 HANGS_S = 40.0  # a run that has not ended by then hangs
@@ -67,36 +67,36 @@ def test_a_launchers_rank_that_never_finds_rank_0_says_so(tmp_path: Path, monkey
 
 def test_the_end_of_a_rank_that_two_threads_tell_is_read_whole() -> None:
     """The watch's thread tells of a lost peer while the main one ends by itself."""
-    ends = [End("lost", "rank 1 died" * 2000), End("interrupted", "interrupted")]
+    ends = [RankEnd("lost", "rank 1 died" * 2000), RankEnd("interrupted", "interrupted")]
     with closing(seams.notes_of_ranks(2)) as notes, ThreadPoolExecutor(2) as threads:
         notes.note_end(0, ends[0])
         noting = [threads.submit(lambda end: [notes.note_end(0, end) for _ in range(300)], end) for end in ends]
         while not all(one.done() for one in noting):
             assert seams.end_of_child(0, 0, notes) in ends
         assert all(one.exception() is None for one in noting)
-        assert seams.end_of_child(1, 256, notes) == End("failed", "rank 1 left with code 1")
+        assert seams.end_of_child(1, 256, notes) == RankEnd("failed", "rank 1 left with code 1")
 
 
 def test_rank_0_is_not_blamed_where_it_may_have_waited_for_another(capsys: pytest.CaptureFixture[str]) -> None:
     """It leaves last: a rank that hangs keeps both from ending."""
-    stuck = {rank: End("stuck", "did not stop", lost=rank) for rank in (0, 2)}
-    assert seams.report_ends(Launch(), {1: End("done"), **stuck}, "nothing was written") == 1
+    stuck = {rank: RankEnd("stuck", "did not stop", lost=rank) for rank in (0, 2)}
+    assert seams.report_ends(Launch(), {1: RankEnd("done"), **stuck}, "nothing was written") == 1
     assert capsys.readouterr().err.startswith("cocodiff: rank 2 did not stop; ")
 
 
 def test_the_cause_of_a_bad_end_is_noted_for_who_started_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     for end, rank, reason in (
-        (End("killed", "was killed by SIGKILL", "a library's line\n", lost=1), 1, "was killed by SIGKILL"),
-        (End("stopped", "was stopped for more than 5 s", lost=1), 1, "was stopped for more than 5 s"),
+        (RankEnd("killed", "was killed by SIGKILL", "a library's line\n", lost=1), 1, "was killed by SIGKILL"),
+        (RankEnd("stopped", "was stopped for more than 5 s", lost=1), 1, "was stopped for more than 5 s"),
         (seams.end_of_error(PeerLost(0, "has been silent for 5 s")), 0, "has been silent for 5 s"),
         (seams.end_of_error(OSError("one;\n2 of 3")), 1, "failed: OSError: one;\n2 of 3"),
         (seams.end_of_error(OwnRankError("no tile")), 1, "failed: no tile"),
-        (End("stuck", "did not stop", lost=1), 1, "did not stop"),
+        (RankEnd("stuck", "did not stop", lost=1), 1, "did not stop"),
         (seams.end_of_error(UserError("no weights")), None, "no weights"),
     ):
         with os.fdopen(os.memfd_create("cause")) as file:
             assert read_cause(file.fileno()) is None
-            code = seams.report_ends(Launch(cause=file.fileno()), {0: End("done"), 1: end}, "nothing was written")
+            code = seams.report_ends(Launch(cause=file.fileno()), {0: RankEnd("done"), 1: end}, "nothing was written")
             error, line = read_cause(file.fileno()), capsys.readouterr().err
         wanted = UserError(reason) if rank is None else PeerLost(rank, reason)
         assert (type(error), error.args) == (type(wanted), wanted.args)
@@ -106,9 +106,9 @@ def test_the_cause_of_a_bad_end_is_noted_for_who_started_the_job(capsys: pytest.
 def test_the_last_cause_counts_and_an_end_without_failure_is_none() -> None:
     with os.fdopen(os.memfd_create("cause")) as file:
         launch = Launch(cause=file.fileno())
-        for end in (End("done"), End("interrupted", "interrupted")):
+        for end in (RankEnd("done"), RankEnd("interrupted", "interrupted")):
             note_cause(launch, 0, end)
             assert read_cause(file.fileno()) is None
-        for end in (End("failed", "in many words", "a traceback\n" * 9), End("mistake", "short")):
+        for end in (RankEnd("failed", "in many words", "a traceback\n" * 9), RankEnd("mistake", "short")):
             note_cause(launch, 0, end)
         assert str(read_cause(file.fileno())) == "short"

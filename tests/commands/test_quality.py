@@ -19,11 +19,11 @@ from cocodiff_eval.harness.quality import (
     MARGIN_DB,
     UNCODED,
     Bound,
+    CandidateTrial,
     Figure,
-    Group,
     Quality,
+    SettingGroup,
     Slices,
-    Trial,
     next_trial,
     read_ladder,
 )
@@ -84,7 +84,7 @@ def test_the_cheapest_setting_that_all_checked_slices_keep_is_found_in_few_trial
     bound = Bound(data.draw(st.floats(20, 120)), "exact")
     figures: dict[int, dict[int, float | None]] = {}
     tried = set()
-    while isinstance(found := next_trial(bound, slices, candidates, figures), Trial):
+    while isinstance(found := next_trial(bound, slices, candidates, figures), CandidateTrial):
         assert found.candidate < candidates - 1, "the exact one needs no trial"
         tried.add(found.candidate)
         figures.setdefault(found.candidate, {}).update({one: db[one][found.candidate] for one in found.slices})
@@ -162,7 +162,7 @@ def test_the_record_names_what_was_tried_and_every_slice_below_the_bound() -> No
     asked_for = asked("60dB")
     kept = [*[*asked_for.candidates][:3], asked_for.exact]
     quality = replace(asked_for, candidates={name: asked_for.candidates[name] for name in kept})
-    group = Group("mask block", Slices.chosen(30, 2, 10), {0: "a", 1: "b", 10: "k", 20: "u"}, {})
+    group = SettingGroup("mask block", Slices.chosen(30, 2, 10), {0: "a", 1: "b", 10: "k", 20: "u"}, {})
     known = {0: {0: 64.0, 1: 65.0, 10: 59.0, 20: 62.0}, 1: {0: 70.0, 1: None, 10: 63.5, 20: 71.0}}
     for candidate, db in known.items():
         group.figures[candidate] = {place: Figure(one, 1 + candidate, 10) for place, one in db.items()}

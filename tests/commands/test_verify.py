@@ -15,7 +15,7 @@ from cocodiff.cli.main import main
 from cocodiff.cli.verify import load
 from cocodiff.config.errors import UserError
 from cocodiff.engine import verification
-from cocodiff.engine.verification import Trial, Verification, exact_settings, recorded_calls
+from cocodiff.engine.verification import SettingTrial, Verification, exact_settings, recorded_calls
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
@@ -68,7 +68,7 @@ def test_every_option_comes_to_the_verification(monkeypatch):
 
 
 def test_a_model_that_no_setting_runs_with():
-    found = Verification("Toy", 2, 0.0, (Trial(2, "flat", "refused", reason="no adapter"),))
+    found = Verification("Toy", 2, 0.0, (SettingTrial(2, "flat", "refused", reason="no adapter"),))
     assert found.exit_code == 2 and "no adapter" in str(found)
     assert str(found).endswith("Toy: runs with none of these settings")
 

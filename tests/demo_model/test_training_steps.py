@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from cocodiff.demo_model.training import (
     NOISE,
-    Batch,
     Optimizer,
+    TrainingBatch,
     draw_sigma,
     loss_of,
     make_batch,
@@ -27,7 +27,7 @@ def noise() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def batch_of(image: Tensor, mask: Tensor, known: Tensor) -> Batch:
+def batch_of(image: Tensor, mask: Tensor, known: Tensor) -> TrainingBatch:
     return make_batch(image, mask, LappedTransformVAE(), SHIFT, noise(), known)
 
 
@@ -47,7 +47,7 @@ def test_a_batch_hides_what_is_masked_and_what_nobody_knows() -> None:
     assert share[[0, 1, 0], [1, 2, 5], [0, 5, 0]].tolist() == pytest.approx([0.8, 1.05, 0.05])  # a quarter is outside
     assert not share[0, 4:, 5:].any() and share[1].all() and share[0, :3].all()
     moved = batch.to(torch.device("meta"))
-    assert isinstance(moved, Batch) and all(x.is_meta for x in moved)
+    assert isinstance(moved, TrainingBatch) and all(x.is_meta for x in moved)
 
 
 def test_noise_levels_are_those_of_the_shifted_schedule_and_a_tenth_is_all_noise() -> None:
@@ -68,7 +68,7 @@ def test_the_loss_weighs_tokens_channels_and_noise() -> None:
 
         target = torch.rand(2, 4, 3, 5, generator=noise())
         shares = torch.tensor(share)[:, None, None, None].expand(2, 1, 3, 5)
-        return float(loss_of(model, Batch(target, sigma, target, shares), (1.0, 0.5, 0.5, 1.0)))
+        return float(loss_of(model, TrainingBatch(target, sigma, target, shares), (1.0, 0.5, 0.5, 1.0)))
 
     for share, expected in (((1, 0), 1.0), ((0, 1), 0.125), ((0.5, 0.5), 0.5625), ((3, 1), 0.78125), ((0, 0), 0.0)):
         assert loss(share, torch.ones(1)) == pytest.approx(expected)

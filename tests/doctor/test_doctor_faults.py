@@ -34,7 +34,7 @@ from cocodiff.cli.doctor.checks import (
     spelled,
 )
 from cocodiff.cli.doctor.command import table
-from cocodiff.cli.doctor.facts import AllToAll, CallTiming, Card, Facts, LinkTrial, Nic, Overlap, RankFacts
+from cocodiff.cli.doctor.facts import AllToAllTrial, CallTiming, Card, Facts, LinkTrial, Nic, Overlap, RankFacts
 from cocodiff.config.config import load_machine, read_yaml
 from cocodiff.kernels.trial import KernelTrial
 from cocodiff.planner.calibrate import machine_file
@@ -48,7 +48,7 @@ Change = Callable[[Facts], Facts]
 LINKS = [LinkTrial("sibling", 2**26, 2, 1e-3), LinkTrial("plane", 2**20, 10, 4e-4), LinkTrial("plane", 2**26, 10, 7e-3)]
 # Facts of which nodes.yaml has the arguments, one or several.
 ONE, SEVERAL = {"overlap": Overlap, "device_trial": DeviceTrial}, {"links": LinkTrial, "issues": CallTiming}
-SEVERAL |= {"alltoalls": AllToAll, "kernel_trials": KernelTrial}
+SEVERAL |= {"alltoalls": AllToAllTrial, "kernel_trials": KernelTrial}
 
 
 def healthy_rank(rank: int, host: str) -> RankFacts:
@@ -66,7 +66,7 @@ def healthy_job(world: int = 12, host_of: Callable[[int], int] = lambda rank: ra
     return Facts(
         [healthy_rank(rank, f"x{host_of(rank) + 1}") for rank in range(world)],
         topology_of("aurora", world),
-        [AllToAll("float32", 64, 1e-3)],
+        [AllToAllTrial("float32", 64, 1e-3)],
         Overlap(1.0, 1.0, 1.05),
         6,
         [CallTiming("all-to-all", 4096, 22, 1e-4, 2e-4), CallTiming("all-to-all", 2**24, 22, 1e-4, 1e-2)],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cocodiff_eval.data.masks import depth
-from cocodiff_eval.data.reoriented import AXES, MaskStatistics, Reoriented, Restored, reoriented_shape, turn
+from cocodiff_eval.data.reoriented import AXES, MaskStatistics, Reoriented, RestoredFile, reoriented_shape, turn
 from cocodiff_eval.harness.volume import Evidence, HiddenRegionReport, HiddenRound, Volume, judge_test
 from cocodiff_eval.quality import fusing
 from cocodiff_eval.quality.fusing import Intervals, Lead, learn_weights, mean_or_member
@@ -59,7 +59,7 @@ def test_what_is_restored_along_any_axis_is_found_along_z(tmp_path: Path, axis: 
     statistics = census_of(mask_ZYX)
     assert statistics.full("z").nonzero()[0].tolist() == [7] and 7 not in statistics.restorable("z")
     assert statistics.restorable("x") == [*range(28)] and statistics.total == mask_ZYX.sum()
-    file = Restored(tmp_path / "one", axis, statistics)
+    file = RestoredFile(tmp_path / "one", axis, statistics)
     file.create()
     for index in np.random.default_rng(2).permutation(reoriented_shape(SHAPE, axis)[0]).tolist():
         of_slice = SLICES[axis](mask_ZYX, index)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cocodiff_sycl.parts import Cut, most_bytes, stream_places
+from cocodiff_sycl.parts import BlockCut, most_bytes, stream_places
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_helpers import TORCH, forms, placed, quick, same_as_torch, seeds
@@ -45,11 +45,11 @@ def case(shape, dtype: torch.dtype, kind: str, seed: int) -> tuple[Tensor, Tenso
     return (x * 1e4 if kind == "far" else x).to(dtype), last, before.to(dtype)
 
 
-def cut_of(shape, dim: int, seed: int) -> Cut:
+def cut_of(shape, dim: int, seed: int) -> BlockCut:
     """Some blocks, empty ones too."""
     places = sorted(torch.randint(0, shape[dim] + 1, (3,), generator=torch.Generator().manual_seed(seed)).tolist())
     edges = [0, *places, shape[dim]]
-    return Cut(dim, tuple(stop - start for start, stop in pairwise(edges)))
+    return BlockCut(dim, tuple(stop - start for start, stop in pairwise(edges)))
 
 
 def known_of(last: Tensor, before: Tensor, form: str, what: str, factor: float) -> Known:
@@ -62,7 +62,7 @@ def known_of(last: Tensor, before: Tensor, form: str, what: str, factor: float) 
     return Known(before, last, before, factor) if what == "two" else Known(before, last)
 
 
-def arguments_of(given, cut: Cut, factor: float, room: int, form: str, what: str):
+def arguments_of(given, cut: BlockCut, factor: float, room: int, form: str, what: str):
     """What `there_and_back` takes. room: bytes for a token and head of the first part, of what is needed."""
     x, last, before = given
     width = max(least_room(x.shape[-1]), min(room, 2 * x.shape[-1]))
@@ -70,7 +70,7 @@ def arguments_of(given, cut: Cut, factor: float, room: int, form: str, what: str
     return placed(x, form), [known_of(last, before, form, what, factor) for _ in range(2)], cut, code
 
 
-def there_and_back(ops, x: Tensor, ends: list[Known], cut: Cut, code: Tensor):
+def there_and_back(ops, x: Tensor, ends: list[Known], cut: BlockCut, code: Tensor):
     """Streams, lengths and what is needed; and both ends know the tensor then, bit by bit."""
     cells, D, width = cut.cells(x.shape), x.shape[-1], code.shape[-1]
     places = stream_places(cells, D)
@@ -120,7 +120,7 @@ def test_streams_have_the_same_bits(sycl, shape, dtype, kind, dim, factor, room,
 @pytest.mark.full
 def test_large_blocks_have_the_same_streams(sycl):
     """Of more tiles than a launch adds up by itself where each begins."""
-    given, cut = case((1, 1100, 31, 128), torch.bfloat16, "mixed", 0), Cut(1, (1090, 0, 10))
+    given, cut = case((1, 1100, 31, 128), torch.bfloat16, "mixed", 0), BlockCut(1, (1090, 0, 10))
     same_as_torch(sycl, there_and_back, *arguments_of(given, cut, 0.5, 90, "contiguous", "two"))
 
 
@@ -128,6 +128,6 @@ def test_large_blocks_have_the_same_streams(sycl):
 def test_heads_of_odd_sizes_are_torchs(sycl_on_cpu, channels, path):
     noted = []
     kernels = Kernels("sycl", lambda op, path: noted.append((op, path)))
-    given, cut = case((1, 4, 2, channels), torch.bfloat16, "near", 0), Cut(1, (4,))
+    given, cut = case((1, 4, 2, channels), torch.bfloat16, "near", 0), BlockCut(1, (4,))
     there_and_back(kernels, *arguments_of(given, cut, 0.5, 30, "contiguous", "two"))
     assert noted == [(op, path) for op in ("encode_lossless", "stream_lengths", "decode_lossless")]

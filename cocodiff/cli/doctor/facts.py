@@ -132,7 +132,7 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
-class AllToAll:
+class AllToAllTrial:
     """The result of trying one all-to-all with known content, or several under way together."""
 
     dtype: str  # name of the messages' dtype
@@ -195,7 +195,7 @@ class Facts:
 
     ranks: Sequence[RankFacts]  # facts about all ranks; about the first one alone if the trials were stopped
     topology: Topology  # places of the ranks, as the machine file has them
-    alltoalls: Sequence[AllToAll] = ()  # trials of all-to-alls with known content
+    alltoalls: Sequence[AllToAllTrial] = ()  # trials of all-to-alls with known content
     overlap: Overlap | None = None  # times of messages beside other work; None on one rank
     order: int | None = None  # rounds of messages between busy streams, all of them right; None without streams
     issues: Sequence[CallTiming] = ()  # times for which calls that send and receive block the host
@@ -242,7 +242,7 @@ class Facts:
         if not to_all or "its links" in machine.missing_rates:
             return machine
         largest = max(to_all, key=lambda one: one.bytes)
-        sent = calibrate.AllToAll(self.topology, "flat", largest.bytes / 1e6)
+        sent = calibrate.PlannedAllToAll(self.topology, "flat", largest.bytes / 1e6)
         share = sent.link_share(machine, largest.complete_s)
         return machine if share is None else machine.with_value("link_share", share)
 

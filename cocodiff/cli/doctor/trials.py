@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.trial import DeviceTrial, Shape, try_device
-from cocodiff.cli.doctor.facts import AllToAll, CallTiming, LinkTrial, Overlap
+from cocodiff.cli.doctor.facts import AllToAllTrial, CallTiming, LinkTrial, Overlap
 from cocodiff.comm.checked import CheckedGroup, WrongMessage
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import TOGETHER, Group, Pending, Transport
@@ -99,7 +99,7 @@ def message_bytes(wanted: int, ranks: int, at_once: int = 1) -> int:
     return min(wanted, int(MOST_BYTES / (COPIES * messages)))
 
 
-def all_to_alls(transport: Transport, group: Group, step: Step = nullcontext) -> list[AllToAll]:
+def all_to_alls(transport: Transport, group: Group, step: Step = nullcontext) -> list[AllToAllTrial]:
     """Try all-to-alls of every dtype and size, each with and without checksums, then many at once as in the engine. All
     ranks call it.
 
@@ -120,7 +120,7 @@ def all_to_alls(transport: Transport, group: Group, step: Step = nullcontext) ->
     return found
 
 
-def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int, at_once: int) -> AllToAll:
+def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: int, at_once: int) -> AllToAllTrial:
     """Try several all-to-alls of one dtype and size at the same time. Return the time and the errors of all ranks on
     rank 0, this rank's own on others.
 
@@ -172,7 +172,9 @@ def _all_to_all(transport: Transport, group: Group, dtype: torch.dtype, size: in
     own = (times[0], words[:1])
     of_ranks = transport.gather_values(own) or [own]
     wrong = tuple(word for _, said in of_ranks for word in said)
-    return AllToAll(str(dtype).removeprefix("torch."), size, max(seconds for seconds, _ in of_ranks), wrong, at_once)
+    return AllToAllTrial(
+        str(dtype).removeprefix("torch."), size, max(seconds for seconds, _ in of_ranks), wrong, at_once
+    )
 
 
 def overlap(transport: Transport, group: Group) -> Overlap:

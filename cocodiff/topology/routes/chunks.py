@@ -236,7 +236,7 @@ class Side:
         return tuple(starts[chosen.stop] - starts[chosen.start] for starts in self._starts)
 
 
-class Piece(NamedTuple):
+class TransposePiece(NamedTuple):
     """A part of a transpose (an exchange of rows for columns between ranks) that is sent at once: some slices of one
     side by some slices of the other."""
 
@@ -244,7 +244,7 @@ class Piece(NamedTuple):
     taken: range  # slices of the side that is computed after it
 
 
-def pieces(given: int, taken: int, early: int) -> Iterator[tuple[Piece, ...]]:
+def pieces(given: int, taken: int, early: int) -> Iterator[tuple[TransposePiece, ...]]:
     """Yield, for each slice that a rank computes before a transpose, the pieces of the transpose that it sends after
     this slice.
 
@@ -258,6 +258,6 @@ def pieces(given: int, taken: int, early: int) -> Iterator[tuple[Piece, ...]]:
             last computed slice, in the order in which they will be needed.
     """
     for number in range(given - 1):
-        yield (Piece(range(number, number + 1), range(early)),) if early else ()
-    last = [Piece(range(given - 1, given), range(n, n + 1)) for n in range(early)]
-    yield (*last, *(Piece(range(given), range(n, n + 1)) for n in range(early, taken)))
+        yield (TransposePiece(range(number, number + 1), range(early)),) if early else ()
+    last = [TransposePiece(range(given - 1, given), range(n, n + 1)) for n in range(early)]
+    yield (*last, *(TransposePiece(range(given), range(n, n + 1)) for n in range(early, taken)))

@@ -24,7 +24,7 @@ from cocodiff.models.family import INPAINT
 from cocodiff.topology import Topology
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
 from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, values_to_compare
-from cocodiff_eval.harness.grid import SECTIONS, Grid, Point, read_grid
+from cocodiff_eval.harness.grid import SECTIONS, Point, SweepGrid, read_grid
 from cocodiff_eval.harness.pipelines import Request
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
 from cocodiff_eval.harness.replicas import topology_of_replica
@@ -92,7 +92,7 @@ def check_request(values: dict[str, Any]) -> None:
     check_counts(values, "batch", "ranks")
 
 
-def prepare(values: dict[str, Any], grid: Grid, ranks: int, started: float) -> tuple[Prepared, list[Any]]:
+def prepare(values: dict[str, Any], grid: SweepGrid, ranks: int, started: float) -> tuple[Prepared, list[Any]]:
     """Check the request of a sweep. Return the job, which is not started, and its tasks.
 
     A task is an input, a mask and a number of steps. Raise UserError if the job cannot be run. Nothing is written.

@@ -150,7 +150,7 @@ def turn(read: Reader, copies: Sequence[Reoriented], progress: Progress = unwatc
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredFile:
     """A file with the restored values of a volume, a float32 for each masked voxel, slice after slice along an axis.
 
     Any process may write any slice.

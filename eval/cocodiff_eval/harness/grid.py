@@ -50,7 +50,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Grid:
+class SweepGrid:
     """The runs of a sweep: every point at each number of steps and under each mask."""
 
     points: list[Point]  # the combinations of settings
@@ -59,7 +59,7 @@ class Grid:
     presets: dict[str, Config]  # settings by point; the exact run's come first, by EXACT_RUN or a point's name
 
 
-def read_grid(values: Mapping[str, Any]) -> Grid:
+def read_grid(values: Mapping[str, Any]) -> SweepGrid:
     """Return the points, numbers of steps and masks of the sweep that the options describe.
 
     Raise UserError for unknown keys, with a suggestion, for invalid values and for too many runs.
@@ -89,7 +89,7 @@ def read_grid(values: Mapping[str, Any]) -> Grid:
     exact = engine_record().preset(EXACT, **engine)
     same = next((point.name for point in points if point.config == exact), EXACT_RUN)
     presets = {point.name: point.config for point in _unique([Point(same, exact, {}), *points])}
-    return Grid(points, of_runs["steps"], of_runs["mask"], presets)
+    return SweepGrid(points, of_runs["steps"], of_runs["mask"], presets)
 
 
 def _of_runs(key: str, values: Mapping[str, Any], base: Mapping[str, Any], grid: Mapping[str, Any]) -> list[Any]:

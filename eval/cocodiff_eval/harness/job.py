@@ -20,7 +20,7 @@ from cocodiff.config.config import Config
 from cocodiff.config.grouping import by_key
 from cocodiff.jobs.store import ROWS, Made, Store
 from cocodiff_eval.harness.items import Batch, ItemSamples, packed, unpacked
-from cocodiff_eval.harness.quality import Bound, Figure, Group, Quality, Slices, Trial
+from cocodiff_eval.harness.quality import Bound, CandidateTrial, Figure, Quality, SettingGroup, Slices
 from cocodiff_eval.harness.replicas import JobRecord, Queue, Replica
 
 EXACT_RUN = "exact run"  # name of the exact result of a batch that was made in trials
@@ -216,7 +216,7 @@ class Job(ABC):
         """
         return {"pictures": ()}
 
-    def groups(self, quality: Quality) -> dict[int, Group]:
+    def groups(self, quality: Quality) -> dict[int, SettingGroup]:
         """Return, by task, the group of items that a bound on quality chooses one setting for.
 
         By default there is one task, whose items are a batch each, and one group of all items.
@@ -226,7 +226,7 @@ class Job(ABC):
         """
         slices = Slices.chosen(len(self.batches), quality.slices, quality.every)
         names = {number: self.name(number) for number in range(len(self.batches))}
-        return {0: Group(self.unit, slices, names, {number: (number,) for number in slices.checks})}
+        return {0: SettingGroup(self.unit, slices, names, {number: (number,) for number in slices.checks})}
 
     def name(self, number: int) -> str:
         """Return the name of the item in batch `number`, for jobs whose batches have one item each."""
@@ -387,7 +387,7 @@ class Trials(Presets):
             [*quality.candidates],
             [batch.size for batch in job.batches] * len(quality.candidates),
         )
-        self.groups: Mapping[int, Group] = {}
+        self.groups: Mapping[int, SettingGroup] = {}
 
     def number(self, candidate: int, batch: int) -> int:
         """Return the number, in the job's queue, of the unit of work that makes a batch with a candidate.
@@ -421,7 +421,7 @@ class Trials(Presets):
         self.tried = {batch for group, batch in batches if self.number(group.taken, batch) in queue.done}
         queue.expect(range(self.count))
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[SettingGroup]:
         """Return every group of items once; several tasks may share one."""
         return [*{id(group): group for group in self.groups.values()}.values()]
 
@@ -456,7 +456,7 @@ class Trials(Presets):
     def configs(self, task: int) -> dict[str, Config]:
         return {self.quality.preset: self.quality.candidates[self._setting(task)]}
 
-    def _make(self, trials: Sequence[tuple[Group, Trial]], queue: Queue) -> None:
+    def _make(self, trials: Sequence[tuple[SettingGroup, CandidateTrial]], queue: Queue) -> None:
         """Make the batches of some trials, each with its candidate and the exact setting, unless the store has them.
 
         Args:
@@ -485,7 +485,7 @@ class Trials(Presets):
         queue.bar.begin(batch.size, self.job.steps(batch))
         return packed(batch, self.job.make([self.settings[candidate]], batch))
 
-    def _figures(self, group: Group, trial: Trial) -> dict[int, Figure]:
+    def _figures(self, group: SettingGroup, trial: CandidateTrial) -> dict[int, Figure]:
         """Return the quality and bytes of each item of a trial, by its place in the group.
 
         Args:

@@ -137,7 +137,7 @@ class Bound:
         return min(there, key=lambda one: one[1] if self.against == "exact" else -one[1], default=None)
 
 
-class Trial(NamedTuple):
+class CandidateTrial(NamedTuple):
     """Slices that are to be restored with a candidate setting and compared with the exact run."""
 
     candidate: int  # index of the setting among the candidates
@@ -172,7 +172,7 @@ class Slices:
         return 0.0 if len(self.checks) >= min(ENOUGH, self.count) else MARGIN_DB
 
 
-def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) -> Trial | int:
+def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) -> CandidateTrial | int:
     """Return the next trial of a group, or the index of the candidate setting that is chosen for it.
 
     Candidates are ordered from the cheapest to the exact one, which is never tried. Bisection finds the cheapest one
@@ -202,12 +202,12 @@ def next_trial(bound: Bound, slices: Slices, candidates: int, figures: Figures) 
         middle = (low + high) // 2
         kept = keeps(middle, slices.calibration)
         if kept is None:
-            return Trial(middle, slices.calibration)
+            return CandidateTrial(middle, slices.calibration)
         low, high = (low, middle) if kept else (middle + 1, high)
     for candidate in range(low, candidates - 1):
         kept = keeps(candidate, slices.checks)
         if kept is None:
-            return Trial(candidate, slices.checks)
+            return CandidateTrial(candidate, slices.checks)
         if kept:
             return candidate
     return candidates - 1
@@ -369,7 +369,7 @@ class Figure(NamedTuple):
 
 
 @dataclass
-class Group:
+class SettingGroup:
     """The items that one setting of the engine is chosen for: all slices under a mask, or all images.
 
     A slice's place is its index in the group, 0 to `slices.count` - 1.
@@ -419,7 +419,7 @@ class Group:
         """
         return {place: figure.db for place, figure in self.figures.get(candidate, {}).items()}
 
-    def next(self, quality: Quality) -> Trial | None:
+    def next(self, quality: Quality) -> CandidateTrial | None:
         """Return the next trial: a candidate setting and the slices to restore with it.
 
         When the setting of the group is chosen, store its index in `candidate` and return None.
@@ -428,8 +428,8 @@ class Group:
             quality: the bound and its candidates.
         """
         found = next_trial(quality.bound, self.slices, len(quality.candidates), {r: self.db(r) for r in self.figures})
-        self.candidate = None if isinstance(found, Trial) else found
-        return found if isinstance(found, Trial) else None
+        self.candidate = None if isinstance(found, CandidateTrial) else found
+        return found if isinstance(found, CandidateTrial) else None
 
     def batches_of(self, slices: Sequence[int]) -> list[int]:
         """Return the numbers of the batches that hold only some slices, which a trial then restores.
@@ -499,7 +499,7 @@ class Group:
         """
         return [self.names[place] for place, db in sorted(self.db(candidate).items()) if not bound.keeps(db)]
 
-    def line(self, quality: Quality, trial: Trial) -> str:
+    def line(self, quality: Quality, trial: CandidateTrial) -> str:
         """Return the line that tells the user the result of a trial.
 
         Args:

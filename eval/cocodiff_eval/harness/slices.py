@@ -30,7 +30,7 @@ from cocodiff_eval.harness.judging import (
     shown_volume,
     slices_of_report,
 )
-from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Group, Quality, Slices
+from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Quality, SettingGroup, Slices
 from cocodiff_eval.harness.restoring import TOGETHER, Restorer, count_tests, count_tile_steps, told_steps
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
@@ -263,7 +263,7 @@ class SliceJob(Job):
         text = encode_picture(seen.picture(self.presets, judged.arrays), self.plan)
         return replace(judged, arrays={**judged.arrays, PICTURE: np.frombuffer(text.encode(), np.uint8)})
 
-    def groups(self, quality: Quality) -> dict[int, Group]:
+    def groups(self, quality: Quality) -> dict[int, SettingGroup]:
         """Return, by the task's index, the group of slices for which --quality chooses one setting.
 
         A group has all slices under one mask.
@@ -390,10 +390,11 @@ def find_hidden(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[int, t
     }
 
 
-def groups_of_masks(quality: Quality, tasks: Sequence[Task], exact_slices: int) -> dict[int, Group]:
+def groups_of_masks(quality: Quality, tasks: Sequence[Task], exact_slices: int) -> dict[int, SettingGroup]:
     """Return, by the task's index, the group of slices for which a bound on quality chooses one setting.
 
-    A group has the slices under one mask, of all stacks in order. Its batches are filled in later (`Group.take`).
+    A group has the slices under one mask, of all stacks in order. Its batches are filled in later
+    (`SettingGroup.take`).
 
     Args:
         quality: the bound and its candidates.
@@ -401,7 +402,7 @@ def groups_of_masks(quality: Quality, tasks: Sequence[Task], exact_slices: int) 
         exact_slices: number of slices of a task that are compared with the exact run in any case; they are checked too.
     """
     of_masks = by_key((task.mask.name, number) for number, task in enumerate(tasks))
-    found: dict[int, Group] = {}
+    found: dict[int, SettingGroup] = {}
     for mask, numbers in of_masks.items():
         items = [(n, index) for n in numbers for index, masked in enumerate(tasks[n].mask.masked) if masked]
         compared = {(n, index) for n in numbers for index in shown_slices(tasks[n].mask.masked, exact_slices)}
@@ -409,5 +410,5 @@ def groups_of_masks(quality: Quality, tasks: Sequence[Task], exact_slices: int) 
         slices = Slices.chosen(len(items), quality.slices, quality.every, always)
         checked = {items[place]: place for place in slices.checks}
         names = {place: slice_name(tasks[n].stack, index) for (n, index), place in checked.items()}
-        found |= dict.fromkeys(numbers, Group(f"mask {mask}", slices, names, {}, checked))
+        found |= dict.fromkeys(numbers, SettingGroup(f"mask {mask}", slices, names, {}, checked))
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib.figure  # noqa: F401  imported at the start, so that its absence is not found after hours
 
-from cocodiff_eval.harness.grid import Grid
+from cocodiff_eval.harness.grid import SweepGrid
 from cocodiff_eval.harness.items import Batch, ItemSamples
 from cocodiff_eval.harness.job import ItemResult, JobResult
 from cocodiff_eval.harness.restoring import Restorer
@@ -32,7 +32,7 @@ class SweepJob(SliceJob):
 
     together = 1
 
-    def __init__(self, session: Session, tasks: Sequence[Task], grid: Grid) -> None:
+    def __init__(self, session: Session, tasks: Sequence[Task], grid: SweepGrid) -> None:
         """Take the work of a sweep.
 
         Args:

@@ -23,8 +23,8 @@ from cocodiff.config.errors import UserError
 from cocodiff.config.files import appearing
 from cocodiff.demo_model import load_pipeline, prompt_embeddings
 from cocodiff.demo_model.training import (
-    Batch,
     Optimizer,
+    TrainingBatch,
     block_mask,
     loss_of,
     make_batch,
@@ -129,7 +129,7 @@ class Trainer:
         self.smoothed = loss.item() if self.step == 0 else 0.98 * self.smoothed + 0.02 * loss.item()
         self.step += 1
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> TrainingBatch:
         """Return this rank's batch for the next update: patches randomly turned and mirrored, with random masks."""
         generator = np.random.default_rng([self.values["seed"] % 2**64, self.transport.rank, self.step])
         noise = torch.Generator().manual_seed(int(generator.integers(2**31)))
@@ -142,7 +142,7 @@ class Trainer:
         mask_BHW = torch.from_numpy(np.stack([training_mask(generator, self.side) for _ in chosen])).float()
         return self._made(image01_BHW.float(), mask_BHW, noise, known_BHW.float())
 
-    def _made(self, image01_BHW: Tensor, mask_BHW: Tensor, noise: torch.Generator, known_BHW: Tensor) -> Batch:
+    def _made(self, image01_BHW: Tensor, mask_BHW: Tensor, noise: torch.Generator, known_BHW: Tensor) -> TrainingBatch:
         """Return a batch of patches on this rank's device, with random noise and noise levels added.
 
         Args:

@@ -19,7 +19,7 @@ import numpy as np
 from cocodiff.jobs.store import ROWS, Made
 from cocodiff_eval.data.intensity import prepare_slice
 from cocodiff_eval.data.masks import depth
-from cocodiff_eval.data.reoriented import AXES, Reoriented, Restored, reoriented_shape
+from cocodiff_eval.data.reoriented import AXES, Reoriented, RestoredFile, reoriented_shape
 from cocodiff_eval.harness.items import Cost, ItemSamples, evenly
 from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.harness.replicas import Queue
@@ -149,7 +149,7 @@ class VolumeRestoration:
         numbers = [sample + self.samples * AXES.index(axis)] * len(prepared)
         return self.restorer.run(prepared, masks, mode, self.task.scale.limits01, numbers)
 
-    def file(self, name: str, axis: str = "z", sample: int = 0) -> Restored:
+    def file(self, name: str, axis: str = "z", sample: int = 0) -> RestoredFile:
         """Return the file that holds the volume's masked voxels as one preset, or one method without a model, restored.
 
         Args:
@@ -157,7 +157,7 @@ class VolumeRestoration:
             axis: axis of the preset's slices.
             sample: number of the preset's sample.
         """
-        return Restored(self.folder / f"{self.number}-{name}-{axis}-{sample}.f32", axis, self.volume.statistics)
+        return RestoredFile(self.folder / f"{self.number}-{name}-{axis}-{sample}.f32", axis, self.volume.statistics)
 
     def reader(self, hidden: Hidden | None = None) -> Callable[[Window], tuple[np.ndarray, np.ndarray]]:
         """Return a function that reads a window (a box) of a tested volume, for methods without a model.
@@ -295,11 +295,11 @@ class Work(ABC):
 class Restoring(Work):
     """A unit of work that restores masked voxels for a volume's result.
 
-    The voxels go to `Restored` files, and the store keeps their checksums.
+    The voxels go to `RestoredFile` files, and the store keeps their checksums.
     """
 
     @abstractmethod
-    def results(self) -> dict[str, Restored]:
+    def results(self) -> dict[str, RestoredFile]:
         """Return the files that the unit of work writes restored voxels to, by the name of the preset or method."""
 
     @abstractmethod
@@ -324,7 +324,7 @@ class ModelUnit(Restoring):
 
     sample: int  # number of the sample along its axis
 
-    def results(self) -> dict[str, Restored]:
+    def results(self) -> dict[str, RestoredFile]:
         return {mode: self.making.file(mode, self.axis, self.sample) for mode in self.making.modes}
 
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
@@ -359,7 +359,7 @@ class MethodUnit(Restoring):
     method: str  # name of the method, a key of METHODS
     counted = False
 
-    def results(self) -> dict[str, Restored]:
+    def results(self) -> dict[str, RestoredFile]:
         return {self.method: self.making.file(self.method)}
 
     def is_wanted(self, verdict: HiddenRegionReport) -> bool:
@@ -392,7 +392,7 @@ class MethodUnit(Restoring):
 
 
 @dataclass(frozen=True)
-class Trial(Work):
+class HiddenTrial(Work):
     """A unit of work of the test on hidden regions: all methods without a model restore them, in one round of the test.
 
     It has no axis and no slices. The store keeps the restored values of the voxels that the round is judged by.
@@ -417,7 +417,7 @@ class Trial(Work):
         return ((name, in_cells(METHODS[name], read, shape, points_P3)) for name in self.making.volume.methods)
 
 
-class SliceTrial(Trial):
+class SliceTrial(HiddenTrial):
     """A unit of work of the test on hidden regions: the model restores one sample of some tested slices of a round."""
 
     def run(self, queue: Queue) -> Made:
@@ -463,7 +463,7 @@ def works_of(making: VolumeRestoration) -> list[Work]:
     """
     volume, works, groups = making.volume, list[Work](), making.groups
     rounds = [*enumerate(making.hidden)]
-    works += [Trial(making, "", (), place) for place, _ in rounds]
+    works += [HiddenTrial(making, "", (), place) for place, _ in rounds]
     for sample in range(volume.sampled(making.samples)):
         for place, hidden in rounds:
             tested = [(axis, group) for axis in volume.axes for group in groups(axis, hidden.tested.get(axis, ()))]

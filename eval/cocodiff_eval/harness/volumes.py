@@ -27,7 +27,7 @@ from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import HiddenRegionReport, judge_test
-from cocodiff_eval.harness.volume_work import Restoring, Trial, VolumeRestoration, Work, works_of
+from cocodiff_eval.harness.volume_work import HiddenTrial, Restoring, VolumeRestoration, Work, works_of
 from cocodiff_eval.quality.hidden import Hidden
 
 FUSED_TOGETHER = 8  # most slices along z in a batch that is fused
@@ -106,9 +106,9 @@ class Volumes(Presets):
                 turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
                 turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
         whole.broadcast_value(None)  # other ranks wait until the copies are made
-        trials = {number: work for number, work in enumerate(self.works, first) if isinstance(work, Trial)}
+        trials = {number: work for number, work in enumerate(self.works, first) if isinstance(work, HiddenTrial)}
         queue.expect([*trials, *self._wanted(first)])  # all axes are expected until the test chooses among them
-        tests = dict[int, Trial]()
+        tests = dict[int, HiddenTrial]()
         for is_further in (False, True):
             more = {
                 number: work
@@ -142,7 +142,7 @@ class Volumes(Presets):
         works = {first + n: work for n, work in enumerate(self.works) if isinstance(work, Restoring)}
         return {number: work for number, work in works.items() if work.is_wanted(work.making.verdict)}
 
-    def _judged(self, making: VolumeRestoration, more: Mapping[int, Trial]) -> HiddenRegionReport:
+    def _judged(self, making: VolumeRestoration, more: Mapping[int, HiddenTrial]) -> HiddenRegionReport:
         """Return the verdict on a volume after further units of tests are made. Called on rank 0.
 
         Args:

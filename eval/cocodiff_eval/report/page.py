@@ -34,7 +34,7 @@ from cocodiff_eval.report.volume import VOLUME_BYTES, ShownVolume, embedded
 COLOURS = Path(__file__).parent / "templates" / "magma.rgb"
 
 
-class Block(NamedTuple):
+class EmbeddedText(NamedTuple):
     """A text in the report's page, in an inert script element, that the page's script decodes when it needs it."""
 
     kind: str  # `picture`, `mask` or `volume`
@@ -140,7 +140,7 @@ def _blocks(
     shown: Sequence[ShownVolume],
     found: Mapping[tuple[str | None, str | None], Series],
     of_stacks: Mapping[str, range],
-) -> Iterator[Block]:
+) -> Iterator[EmbeddedText]:
     """Yield the texts that the page embeds: pictures with their masks, each mask once, and then the volumes.
 
     The volumes share VOLUME_BYTES.
@@ -162,13 +162,13 @@ def _blocks(
                 picture[kind] = hashlib.sha256(bits.encode()).hexdigest()[:16]
                 if picture[kind] not in masks:
                     masks.add(picture[kind])
-                    yield Block("mask", order[key], picture[kind], bits)
+                    yield EmbeddedText("mask", order[key], picture[kind], bits)
         place = found[key].number(picture["name"])
         # A script block ends at the first "</script", even inside a string.
-        yield Block("picture", order[key], str(place), _inert(picture))
+        yield EmbeddedText("picture", order[key], str(place), _inert(picture))
     for volume in shown:
         if (key := (volume.stack.name, volume.mask.name)) in order:
-            yield Block("volume", order[key], "", _inert(embedded(volume, VOLUME_BYTES // len(shown))))
+            yield EmbeddedText("volume", order[key], "", _inert(embedded(volume, VOLUME_BYTES // len(shown))))
 
 
 def _inert(document: Any) -> str:

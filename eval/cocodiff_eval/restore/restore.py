@@ -41,7 +41,7 @@ class Inpainter(Protocol):
         """
 
 
-class Request(NamedTuple):
+class TileRequest(NamedTuple):
     """The next tiles of a slice that the model must restore. All slices of a video request the same places."""
 
     images: list[np.ndarray]  # values of the tiles, [Y, X] each
@@ -53,7 +53,7 @@ class Request(NamedTuple):
 Video = tuple[int, ...]  # numbers of the slices that are the frames of a video
 Limits = tuple[float, float]  # smallest and largest value of restored voxels, normalised
 # A generator of requests. It is sent the model's output for each, float64 [B, Y, X], and returns the restored slice.
-Restoration = Generator[Request, np.ndarray, np.ndarray]
+Restoration = Generator[TileRequest, np.ndarray, np.ndarray]
 
 
 def plan_slice(mask_YX: np.ndarray, inpainter: Inpainter, batch: int, strength: float = 1.0) -> RestorationPlan:
@@ -111,7 +111,7 @@ def restore_slices(
         for number in video:
             started[number] = _restoration(images_YX[number], masks_YX[number], plan, samples[number], limits)
     restored: dict[int, np.ndarray] = {}
-    waiting: dict[int, Request] = {}
+    waiting: dict[int, TileRequest] = {}
 
     def proceed(number: int, outputs: np.ndarray | None) -> None:
         """Continue a slice's restoration to its next request, which goes to `waiting`, or its end (to `restored`).
@@ -138,7 +138,7 @@ def restore_slices(
     return [restored[number] for number in numbers]
 
 
-def _sharing_a_call(waiting: dict[int, Request], batch: int, videos: Sequence[Video]) -> list[Video]:
+def _sharing_a_call(waiting: dict[int, TileRequest], batch: int, videos: Sequence[Video]) -> list[Video]:
     """Return the videos (or single slices) whose requested tiles are restored in the next call of the model.
 
     They are the first one that waits, and later ones of the same strength, tile shape and number of frames.
@@ -250,7 +250,7 @@ def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass
         key += len(tiles)
         places = [level.box(tile) for tile in tiles]
         images, hidden = ([whole[here] for here in places] for whole in (image_padded, hidden_padded))
-        outputs = yield Request(images, hidden, tile_pass.strength, keys)
+        outputs = yield TileRequest(images, hidden, tile_pass.strength, keys)
         for tile, here, *of_tile in zip(tiles, places, outputs, images, hidden, strict=True):
             weight = level.weights(tile) * np.isin(labels_padded[here], tile.holes)
             total[here] += weight * match_surroundings(*of_tile)
@@ -260,7 +260,7 @@ def _run_pass(image: np.ndarray, unknown_YX: np.ndarray, level: Level, tile_pass
     return blended[top : top + level.shape[0], left : left + level.shape[1]]
 
 
-def _call(inpainter: Inpainter, videos: Sequence[Sequence[Request]]) -> np.ndarray:
+def _call(inpainter: Inpainter, videos: Sequence[Sequence[TileRequest]]) -> np.ndarray:
     """Call a model once for the tiles of several requests. Return its output, float64 [B, F, Y, X].
 
     B is the number of tiles, in the order of videos. F is the number of frames, 1 for a model of images.
