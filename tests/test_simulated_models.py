@@ -214,38 +214,24 @@ def messages_that_nodes_keep(processes: Sequence[Any], node_of: Sequence[int]) -
     return [message for message in spanning if node_of[message.sender] == node_of[message.receiver]]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
-    check(simulated, case)
+LIBRARIES: dict[str, dict[str, Any]] = {
+    "in order": {},
+    "blocks": {"late": 0.004},  # one batch of a process at a time, whatever the time at which ranks come to it
+    # torch 2.10 on Intel GPUs: a message's two ends wait for each other before either rank goes on to its next.
+    "groups": {"late": 0.002, "each_alone": True},
+    # Where that is known, what all ranks of a group come to is one all-to-all, rings and gathers too.
+    "known groups": {"late": 0.002, "each_alone": True, "known": True},
+    # The library's own all-to-all: a call that not all ranks of its group make would never end.
+    "all-to-alls": {"late": 0.004, "messages": "alltoall"},
+}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
-def test_no_rank_waits_without_end_in_a_library_that_blocks(simulated, case):
-    """See `simulated_device.ranks`: one batch of a process at a time, whatever the time at which ranks come to it."""
-    check(simulated, case, late=0.004)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
-def test_no_rank_waits_without_end_where_each_message_is_a_group(simulated, case):
-    """torch 2.10 on Intel GPUs: a message's two ends wait for each other before either rank goes on to its next."""
-    check(simulated, case, late=0.002, each_alone=True)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
-def test_a_library_that_is_known_to_make_a_group_of_each_message_has_calls_of_all_ranks(simulated, case):
-    """What all ranks of a group come to is one all-to-all then, rings and gathers too."""
-    check(simulated, case, late=0.002, each_alone=True, known=True)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
-def test_messages_by_the_librarys_own_all_to_all(simulated, case):
-    """A call that not all ranks of its group make would never end."""
-    check(simulated, case, late=0.004, messages="alltoall")
+def test_the_cpus_bits_no_access_without_an_order_and_no_wait_without_end(simulated, case, library):
+    """See `simulated_device.ranks`."""
+    check(simulated, case, **LIBRARIES[library])
 
 
 @pytest.mark.parametrize("library", [{}, {"each_alone": True, "known": True}], ids=["batches", "all-to-alls"])
