@@ -226,16 +226,6 @@ def test_the_library_of_messages_takes_memory_of_every_process(ranks, job, taken
         assert with_library.total - without.total == taken * MIB
 
 
-def test_what_the_library_takes_is_not_there_for_images():
-    """One image that fits exactly no longer does where the library takes a MiB more."""
-    case = Case(ModelShape("sd3", 24, 64, 12, 10**9), AURORA, Config(), IMAGE)
-    most_of_all = fullest(case)
-    assert largest_batch(case, most_of_all.total) == 1
-    assert largest_batch(case, most_of_all.total - MIB) == 0
-    with pytest.raises(UserError, match="library 384"):
-        check_fits(most_of_all, most_of_all.total - MIB, "a rank")
-
-
 @pytest.mark.parametrize("kept", [None, "source", "card"])
 @pytest.mark.parametrize(("name", "branches", "gib"), [("qwen-image", 2, 64), ("sd3.5", 1, 32)])
 def test_the_largest_batch_fits_and_an_image_more_does_not(name, branches, gib, kept):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from really_sent import ReallySent
 from worlds import topology_of
@@ -24,14 +25,13 @@ from cocodiff.engine.assemble import AttentionWork, build_strategy, with_codec_c
 from cocodiff.exchange.codec import WHOLE, CallKind, StepInfo
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
-from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.calibrate import AllToAll, Constants
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.decisions import Decisions, without_seldom
 from cocodiff.planner.layers import plan_layers, plan_step
 from cocodiff.planner.memory import block_parameters
-from cocodiff.planner.roofline import cost_of, roofline, seconds, started
+from cocodiff.planner.roofline import roofline, seconds, started
 from cocodiff.planner.traffic import stages_of
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
@@ -114,14 +114,6 @@ def test_a_stage_waits_for_the_rank_with_the_most_messages():
     assert [(stage.messages, stage.handled) for stage in of_phases] == [(1, 2), (4, 6)]
 
 
-def test_the_second_branch_has_the_text_of_the_prompt_that_guidance_leads_away_from():
-    shape, segments, negative = replace(TOY, branches=2), image_and_text(96, 24), image_and_text(96, 5)
-    of = Case(shape, AURORA, Config(), segments, branches=2, negative=negative)
-    assert [(one.segments, one.branches) for one in of.calls] == [(segments, 1), (negative, 1)]
-    for branch, own in enumerate((segments, negative)):
-        assert [(one.segments, one.branches) for one in of.of_branch(branch).calls] == [(own, 1)]
-
-
 # Strategies -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +188,7 @@ def test_plans_of_real_models(snapshot):
     """Milliseconds of a step and bytes by link of every preset; those of SD3.5 on four nodes are in docs/plan.md. On
     every machine there is a shape with layers of all kinds."""
     kinds = ModelShape("all kinds", 24, 64, 2, 10**9, parallel_layers=1, image_layers=1, branches=2, mlp_ratio=3)
-    node, nodes, p4de = topology_of("aurora", 12), topology_of("aurora", 48), topology_of("p4de", 8)
+    node, nodes, p4de = topology_of("aurora", 12), topology_of("aurora", 24), topology_of("p4de", 8)
     cases = [(kinds, 512, topology) for topology in (node, nodes, p4de, node.part((0,)))]
     cases += [
         (load_shape(name), size, topology) for (name, size), topology in zip(MODELS, (nodes, node, p4de), strict=True)
@@ -221,7 +213,7 @@ def test_plans_of_real_models(snapshot):
     factor=st.floats(1.0, 30.0),
     waits=st.fixed_dictionaries(dict.fromkeys(WAITS, st.floats(0, 100))),
 )
-@settings(max_examples=24, deadline=None)
+@examples(10, exhaustive=60)
 def test_a_slower_machine_takes_no_less(preset, nodes, slower, factor, waits):
     """A slower link or device, and messages, launches or waits that take longer."""
     aurora = with_waits(topology_of("aurora", 12 * nodes))
@@ -309,25 +301,6 @@ def test_a_layer_takes_its_arithmetic_where_memory_is_fast():
     parts = (layer.project_v, layer.project_qk, layer.attention, layer.rest)
     assert parts == pytest.approx((product, 2 * product, 4 * S**2 * 4 * 64, 9 * product))
     assert layers(of)[WHOLE].compute_s == pytest.approx(layer.total)
-
-
-def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
-    """In bytes, for tensors of N bytes: a state is read or written at N each, codes and notes by their own size."""
-    x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
-    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), x.nbytes
-    one, two = Reconstructions(x), Reconstructions(x, x)
-    plain, linear, measured = Prediction(), Prediction(1.0, linear=True), Prediction(1.0, True, True)
-    for known, how, tensors in ((one, plain, 3), (two, plain, 3), (two, linear, 4)):
-        traffic, _ = cost_of("encode_residual", [x], (x, known, how, 2, code, notes))
-        assert traffic == tensors * N + code.nbytes + notes.nbytes
-    for known, factor, tensors in ((one, None, 2), (two, None, 2), (two, 1.0, 3)):
-        assert cost_of("decode_residual", [x], (code, known, factor, 2))[0] == tensors * N + code.nbytes
-    rows = [
-        [cost_of("encode_residual", [x], (x, two, how, bits, code, notes))[1] for how in (plain, linear, measured)]
-        for bits in (4, 2)
-    ]
-    assert all(row == sorted(set(row)) for row in (*rows, *map(list, zip(*rows, strict=True)))), "each takes more"
-    assert cost_of("note_change", [x], (x, x, notes))[0] - notes.nbytes == 3 * N
 
 
 def test_a_kernel_takes_its_traffic_or_its_instructions():

@@ -81,19 +81,22 @@ def test_more_ranks_than_the_machines_nodes_hold_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "links", "message"),
     [
-        ({"tiles": 2, "planes": (0, 1, 0), "cards": 2}, "3 plane entries.*2 tiles of a card.*4 tiles of a node"),
-        ({"tiles": 2, "planes": (0,)}, "1 plane entries"),
-        ({"tiles": 2, "planes": (0, 1, 0, 0), "cards": 2}, r"tiles 2\.\.3 form a card and have planes \[0, 0\]"),
-        ({"tiles": 2, "planes": (1, 2)}, r"one tile in each of the planes 0\.\.1"),
-        ({"tiles": 0, "planes": ()}, "0 tiles"),
-        ({"tiles": 2, "planes": (0, 1), "cards": 0}, "0 cards"),
+        ({"planes": (0, 1, 0)}, {}, "3 plane entries.*2 tiles of a card.*4 tiles of a node"),
+        ({"planes": (0,), "cards": None}, {}, "1 plane entries"),
+        ({"planes": (0, 1, 0, 0)}, {}, r"tiles 2\.\.3 form a card and have planes \[0, 0\]"),
+        ({"planes": (1, 2)}, {}, r"one tile in each of the planes 0\.\.1"),
+        ({"tiles": 0, "planes": (), "cards": None}, {}, "0 tiles"),
+        ({"cards": 0}, {}, "0 cards"),
+        ({}, {"nics": 2, "nic_of": (0, 2)}, "number the NICs of a node from 0"),
+        ({}, {"plane_gb_s": 0}, "a rate above 0"),
+        ({}, {"nics": 2, "nic_of": (0, 1, 0)}, "NICs of 3 tiles: give one for each of the 4"),
     ],
 )
-def test_malformed_machines_are_refused(settings: dict[str, Any], message: str):
+def test_malformed_machines_are_refused(settings: dict[str, Any], links: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        Machine("odd", **settings)
+        Machine("odd", **{"tiles": 2, "planes": (0, 1), "cards": 2} | settings, links=Links(**links))
 
 
 @pytest.mark.parametrize(
@@ -142,19 +145,6 @@ def test_bound_of_one_node_and_of_two():
 def test_nics_that_are_no_data_are_taken_in_turns():
     machine = Machine("turns", tiles=2, planes=(0, 1), cards=2, links=Links(nics=3))
     assert Topology.build(machine, 8).nics == (0, 1, 2, 0, 0, 1, 2, 0)
-
-
-@pytest.mark.parametrize(
-    ("links", "said"),
-    [
-        ({"nics": 2, "nic_of": (0, 2)}, "number the NICs of a node from 0"),
-        ({"plane_gb_s": 0}, "a rate above 0"),
-        ({"nics": 2, "nic_of": (0, 1, 0)}, "NICs of 3 tiles: give one for each of the 4"),
-    ],
-)
-def test_impossible_links_are_named(links, said):
-    with pytest.raises(UserError, match=said):
-        Machine("short", tiles=2, planes=(0, 1), cards=2, links=Links(**links))
 
 
 def test_what_is_expected_of_one_stream_is_its_slowest_links_rate(monkeypatch: pytest.MonkeyPatch) -> None:
