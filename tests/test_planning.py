@@ -25,13 +25,14 @@ from cocodiff.engine.assemble import AttentionWork, build_strategy, with_codec_c
 from cocodiff.exchange.codec import WHOLE, CallKind, StepInfo
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
+from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.models.adapter import image_and_text
 from cocodiff.planner.calibrate import AllToAll, Constants
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.decisions import Decisions, without_seldom
 from cocodiff.planner.layers import plan_layers, plan_step
 from cocodiff.planner.memory import block_parameters
-from cocodiff.planner.roofline import roofline, seconds, started
+from cocodiff.planner.roofline import cost_of, roofline, seconds, started
 from cocodiff.planner.traffic import stages_of
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
@@ -301,6 +302,20 @@ def test_a_layer_takes_its_arithmetic_where_memory_is_fast():
     parts = (layer.project_v, layer.project_qk, layer.attention, layer.rest)
     assert parts == pytest.approx((product, 2 * product, 4 * S**2 * 4 * 64, 9 * product))
     assert layers(of)[WHOLE].compute_s == pytest.approx(layer.total)
+
+
+def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
+    """In bytes, for tensors of N bytes: a state is read or written at N each, codes and notes by their own size."""
+    x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
+    code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), x.nbytes
+    one, two = Reconstructions(x), Reconstructions(x, x)
+    plain, linear = Prediction(), Prediction(1.0, linear=True)
+    for known, how, tensors in ((one, plain, 3), (two, plain, 3), (two, linear, 4)):
+        traffic, _ = cost_of("encode_residual", [x], (x, known, how, 2, code, notes))
+        assert traffic == tensors * N + code.nbytes + notes.nbytes
+    for known, factor, tensors in ((one, None, 2), (two, None, 2), (two, 1.0, 3)):
+        assert cost_of("decode_residual", [x], (code, known, factor, 2))[0] == tensors * N + code.nbytes
+    assert cost_of("note_change", [x], (x, x, notes))[0] - notes.nbytes == 3 * N
 
 
 def test_a_kernel_takes_its_traffic_or_its_instructions():
