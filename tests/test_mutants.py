@@ -5,29 +5,7 @@ from pathlib import Path
 
 from mutants import drawn, faults_of
 
-SOURCE = '''"""A docstring with 1 number stays."""
-
-def first(rows: list[int], size: int = 2) -> int:
-    if len(rows) < size and rows[0] and not (rows[1] and size):
-        raise ValueError(f"{size - 1} is 1 too few")
-    for row in rows:
-        if row == 3:
-            break
-    return max(rows.copy(), default=row + 4)
-
-class Second:
-    def __init__(self) -> None:
-        self.state = {}
-
-    def change(self, key, values):
-        try:
-            self.state[key] = values.sum(dim=1)
-            self.last = key
-        finally:
-            self.close(key, values)
-        return sorted(values)
-'''
-
+SOURCE = Path(__file__).with_name("mutants.txt").read_text()  # a program
 CHANGES = {
     "border": "len(rows) <= size",
     "logic": "and rows[0] and rows[1] and size:",
