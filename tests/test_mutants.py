@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from mutants import drawn, faults_of
+from mutants import faults_of
 
 SOURCE = Path(__file__).with_name("mutants.txt").read_text()  # a program
 CHANGES = {
@@ -38,13 +38,3 @@ def test_every_kind_of_fault_is_made_where_it_fits(tmp_path: Path) -> None:
         ast.parse(changed)
         assert "1 number stays" in changed
         assert "list[int]" in changed
-
-
-def test_a_seed_draws_the_same_faults_and_none_twice_in_a_function(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(SOURCE)
-    found = faults_of(tmp_path, "a.py")
-    chosen = drawn(tmp_path, found, 40, seed=3)
-    assert [fault.function for fault in chosen] == list({fault.function: 0 for fault in chosen})
-    assert {fault.function for fault in chosen} == {"first", "Second.change"}
-    assert chosen == drawn(tmp_path, found, 40, seed=3)
-    assert any(chosen != drawn(tmp_path, found, 40, seed) for seed in range(4, 9))
