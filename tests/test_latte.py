@@ -134,8 +134,6 @@ def test_the_benchmark_measures_all_ways(tmp_path, monkeypatch, capsys):
         (2, {"codec": "auto"}, "none: its hidden states are transposed; choose codec none"),
         (2, {"codec": "int4", "chunks": 2}, "chunks 2: .* goes whole with codec int4; choose chunks 1, or codec none"),
         (2, {"arrival": "displaced"}, "choose arrival now"),
-        (2, {"step_cache": "first_block"}, "choose step_cache none"),
-        (2, {"compile": True}, "choose compile False"),
         (2, {"ring": 2}, "ring 2: attention of LatteTransformer3DModel is not split between ranks; choose ring 1"),
         (6, {}, "6 ranks share 5 frames of 9 places, and each needs one of both: use at most 5 ranks"),
     ],

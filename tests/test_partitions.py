@@ -146,22 +146,11 @@ def test_memory_is_that_of_the_preset_that_needs_most():
         assert choice.taken.need.total == max(needs) > min(needs) and choice.taken.fits is False
 
 
-@pytest.mark.parametrize(
-    ("images", "pins", "taken"),
-    [
-        (1, {}, (1, 2)),
-        (3, {}, (3, 2)),
-        (5, {}, (4, 1)),
-        (100, {}, (12, 1)),
-        (100, {"guidance": 2}, (6, 2)),
-        (1, {"replicas": 2, "guidance": 1}, (2, 1)),
-        (1, {"replicas": 4}, (4, 1)),
-    ],
-)
-def test_without_rates_replicas_come_first_then_guidance(images, pins, taken):
-    choice = choose([case_of(topology=topology_of("local", 12))], images, images, **pins)
+@pytest.mark.parametrize(("images", "taken"), [(1, (1, 2)), (3, (3, 2)), (5, (4, 1)), (100, (12, 1))])
+def test_without_rates_replicas_come_first_then_guidance(images, taken):
+    choice = choose([case_of(topology=topology_of("local", 12))], images, images)
     assert choice.taken.partition == taken and choice.taken.fits is None
-    assert len(choice.listed) == 1 or "machine local does not say what others would take" in choice.line()
+    assert "machine local does not say what others would take" in choice.line()
 
 
 def test_what_cannot_be_says_why():

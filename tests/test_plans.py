@@ -15,7 +15,9 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from on_ranks import Call, check_alike, check_exact, on_ranks, outputs_of, refused
 from planned_models import PLANNED, Planned, mask
 from seams import choose_backend, plan_of_diffusers
+from test_step_cache import moving
 from tiny_models import FAMILIES
+from torch.utils._pytree import tree_map
 from toys.planned import PLAN, toy_inputs
 from toys.planned import Planned as Toy
 
@@ -324,18 +326,14 @@ def test_the_table_of_models_has_every_class():
         assert row["caches"] == ("no" if name in WITHOUT_CACHE else "yes")
 
 
-def six_calls(case: Planned) -> list[dict[str, Any]]:
+def six_calls(case: Planned) -> list[Call]:
     """Three steps with two branches of guidance."""
-    calls = []
-    for step in range(3):
-        for scale in (1.0, 0.5):
-            call = case.call()
-            time = "t" if "t" in call else "timestep"
-            text = "cap_feats" if "cap_feats" in call else "encoder_hidden_states"
-            call[time] = (call[time] * (1 - step / 4)).to(call[time].dtype)
-            call[text] = [x * scale for x in call[text]] if isinstance(call[text], list) else call[text] * scale
-            calls.append(call)
-    return calls
+    text = "cap_feats" if "cap_feats" in case.inputs else "encoder_hidden_states"
+    return [
+        call | {text: tree_map(lambda x, scale=scale: x * scale, call[text])}
+        for call in moving(case.call(), (0.0,) * 3)
+        for scale in (1.0, 0.5)
+    ]
 
 
 SOME = ("wan", "hunyuan 1.5", "z-image")
