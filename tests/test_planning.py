@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +39,7 @@ from cocodiff.planner.traffic import stages_of
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 WAITS = ("latency_us", "message_us", "blocked_us", "launch_us", "wait_us")
 
 
@@ -70,17 +73,7 @@ def layers(of: Case) -> dict[CallKind, Any]:
 # All-to-alls ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("machine", "ranks", "variant", "siblings", "planes", "nics", "phases"),
-    [
-        ("aurora", 12, "flat", 0, 2, 0, 1),  # a card's 20 blocks over its 10 links
-        ("aurora", 12, "split", 0, 2, 0, 1),
-        ("aurora", 12, "tapa", 6, 2, 0, 2),  # CoCoDiff section III: the sibling's half of all blocks goes there first
-        ("aurora", 24, "flat", 0, 0, 24, 1),  # two ranks share the fullest NIC
-        ("aurora", 24, "split", 0, 0, 18, 1),  # with detours every NIC carries the same
-        ("p4de", 8, "tapa", 0, 1, 0, 1),  # cards of one tile have the second phase alone
-    ],
-)
+@pytest.mark.parametrize(("machine", "ranks", "variant", "siblings", "planes", "nics", "phases"), CASES["all-to-alls"])
 def test_an_all_to_all_takes_its_blocks_on_the_fullest_link_and_a_latency_for_each_phase(
     machine, ranks, variant, siblings, planes, nics, phases
 ):
@@ -146,26 +139,7 @@ def run_of(of: Case, sent: ReallySent) -> tuple[dict[str, int], dict[str, int]]:
     return {link: sum(one[link] for one in traced) for link in LINK_CLASSES}, sent.by_link(of.topology)
 
 
-V_MAJOR = {"schedule": "fixed", "ratio": 0.5, "warmup": 1, "sync_interval": 0}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "preset", "settings"),
-    [
-        (2, "flat", {}),
-        (1, "tapa", {"order": "v_first"}),
-        (2, "split", {}),
-        (2, "split", {"chunks": 2}),
-        (1, "tapa", {"ring": 2}),
-        (1, "flat", {"ring": 6, "ring_kind": "token"}),
-        (2, "flat", {"ring": 12, "ring_kind": "streaming"}),
-        (1, "coded", {"arrival": "displaced"}),
-        (1, "coded-", {}),
-        (1, "lossless", {}),
-        (1, "cocodiff", V_MAJOR),
-        (1, "cocodiff", {**V_MAJOR, "scoring": "card"}),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "preset", "settings"), CASES["runs"])
 def test_planned_bytes_are_those_that_ranks_send_in_a_run(nodes, preset, settings, monkeypatch):
     """In every link class. Which rank of a card has the tokens that V-Major leaves behind depends on numbers, and so do
     a sibling's bytes; of the lossless codec the first step is known."""
@@ -265,16 +239,7 @@ def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_f
     assert without_seldom(decisions.over(4))[1] == {"": 0.01, "qkvo": 0.99}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "efficiency", "arrival", "codec"),
-    [
-        (1, 1.0, "adaptive", "none"),  # a layer's bytes are sent while it computes
-        (1, 1.0, "now", "none"),  # and codec would take as long as it saves
-        (1, 0.109, "adaptive", "int2"),
-        (2, 0.109, "displaced", "int2"),
-        (2, 1.0, "adaptive", "none"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "efficiency", "arrival", "codec"), CASES["codecs"])
 def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
     topology = Topology.build(at_rates(topology_of("aurora", 12).machine, efficiency), 12 * nodes)
     found, told = with_codec_chosen(Config.preset("ahead", arrival=arrival), topology, AttentionWork(24, 128))
