@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from aurora.queues import Job, accepts, job_of
 from launching import fake, find_mpiexec
 
@@ -64,23 +65,10 @@ def edited(tmp_path: Path, name: str, **values: str) -> Path:
     return script
 
 
-COPIED = {"WEIGHTS": "/flare/models/sd3.5", "SCRATCH": "/tmp/scratch", "MPIEXEC_FLAGS": "--no-vni"}
-BLANKS = {"INPUT": '("my scan.tif" b.tif)'}
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("name", "changed", "environment"),
-    [
-        ("aurora.pbs", {}, {}),
-        ("aurora.pbs", {}, {"RESUME": "1"}),
-        ("aurora.pbs", COPIED, {"PBS_NODEFILE": "nodes", "PBS_JOBID": "7[1].server"}),
-        ("generic.pbs", {}, {}),
-        ("generic.pbs", BLANKS, {"PBS_NODEFILE": "nodes"}),
-        ("slurm.sbatch", {}, {}),
-        *(("campaign.pbs", {}, {"NODES": nodes}) for nodes in ("1", "8")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "changed", "environment"), CASES["starts"], ids=str)
 def test_what_a_script_starts(tmp_path, name, changed, environment, snapshot):
     """A rank beside its card; copies of weights on every node, of a name of their own; and all that a campaign measures
     on so many nodes. Some schedulers' files have a line for each rank."""
@@ -124,16 +112,7 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
     return started(script, VENV="venv", PBS_NODEFILE="nodes", **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({}, "none none 0"),
-        ({"CCL_OP_SYNC": "1"}, "1 none 0"),
-        ({"CCL_OP_SYNC": "0", "SAFE": "1"}, "1 1 0"),
-        ({"MPIR_CVAR_ENABLE_GPU": "1"}, "none none 0"),
-        ({"CCL_ATL_HMEM": "1"}, "none none 1"),
-    ],
-)
+@pytest.mark.parametrize(("given", "found"), CASES["environments"])
 def test_a_job_sets_its_environment_and_cleans_up(tmp_path, given, found):
     """SAFE=1 has oneCCL wait for each call; else what a module has set stays. MPI looks for GPUs where oneCCL gives
     it their memory."""
@@ -145,15 +124,7 @@ def test_a_job_sets_its_environment_and_cleans_up(tmp_path, given, found):
     assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
 
 
-@pytest.mark.parametrize(
-    ("given", "verdict", "restored_with"),
-    [
-        ({"FAST": "1"}, "right", "0"),
-        ({"FAST": "1"}, "rank 3 got other numbers than were sent from [5]", "1"),
-        ({"FAST": "1", "SAFE": "1"}, "right", "1"),
-        ({}, "right", "1"),
-    ],
-)
+@pytest.mark.parametrize(("given", "verdict", "restored_with"), CASES["verdicts"])
 def test_a_job_takes_doctors_word_on_calls_that_wait_where_it_is_asked_to(tmp_path, given, verdict, restored_with):
     """FAST=1 and the modules' CCL_OP_SYNC=1: only what comes after doctor is without."""
     facts = {"op_sync": [[{"CCL_OP_SYNC=0": verdict, "seconds": 0.1, "hidden": 0.5}], []]}
@@ -262,17 +233,7 @@ def test_a_folder_of_the_models_name_in_scratch_is_neither_added_to_nor_removed(
     assert contents(tmp_path / "model") == {"weights": "the user's"}
 
 
-@pytest.mark.parametrize(
-    ("at", "ending", "code"),
-    [
-        ("cocodiff doctor", "exit 1", 1),  # a fault that it finds
-        ("cocodiff doctor", "exit 3", 3),
-        ("cocodiff doctor", "kill -TERM $PPID; sleep 0.2", -15),
-        ("cocodiff doctor", "kill -HUP $PPID; sleep 0.2", -1),
-        (" cp ", 'mkdir "${@: -1}"; exit 1', 1),
-        ("cocodiff inpaint", "exit 2", 2),
-    ],
-)
+@pytest.mark.parametrize(("at", "ending", "code"), CASES["ends"])
 def test_only_the_copy_goes_however_a_job_ends_and_nothing_is_started_after_it(tmp_path, at, ending, code):
     there = f'find "{tmp_path}/scratch" -type f -printf "copied %P\\n"'
     done = job(tmp_path, mpiexec=f'case "$*" in *"{at}"*) {there}; {ending};; esac; {ON_A_NODE}')

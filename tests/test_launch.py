@@ -8,11 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from launching import fake
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @pytest.fixture
@@ -30,13 +32,7 @@ def launch(checkout: Path, script: str, *words: str, **environment: str) -> subp
     )
 
 
-@pytest.mark.parametrize(
-    ("python", "said"),
-    [
-        ('case "$*" in *venv*) exit 1;; *) exit 0;; esac', "python3-venv"),
-        ('case "$*" in *version_info*) exit 1;; --version) echo Python 3.8;; esac', "3.10 or newer"),
-    ],
-)
+@pytest.mark.parametrize(("python", "said"), CASES["pythons"])
 def test_a_python_without_venv_or_an_old_one_is_refused_in_a_line(checkout: Path, python: str, said: str) -> None:
     fake(checkout / "python", python)
     done = launch(checkout, "launch/demo", COCODIFF_PYTHON=str(checkout / "python"))
@@ -104,19 +100,9 @@ def test_a_failed_installation_is_not_taken_for_done(checkout: Path) -> None:
     assert not (checkout / ".venv/ready").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "beside", "alone", "types", "code", "runs"),
-    [
-        ((), 0, 1, 0, 0, 1),  # the first tier has nothing that runs alone
-        ((), 0, 0, 1, 1, 1),
-        (("--full",), 0, 5, 0, 0, 2),  # 5: no test was chosen
-        (("tests/comm",), 5, 5, 0, 5, 2),
-        (("tests/comm",), 5, 1, 0, 1, 2),
-        (("tests/comm",), 2, 0, 0, 2, 2),
-    ],
-)
+@pytest.mark.parametrize(("words", "beside", "alone", "types", "code", "runs"), CASES["ends"])
 def test_the_tests_end_with_what_failed(
-    checkout: Path, words: tuple[str, ...], beside: int, alone: int, types: int, code: int, runs: int
+    checkout: Path, words: list[str], beside: int, alone: int, types: int, code: int, runs: int
 ) -> None:
     installed(checkout)
     launch(checkout, "launch/demo")

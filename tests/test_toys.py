@@ -25,17 +25,7 @@ from cocodiff.models.adapter import image_and_text
 from cocodiff.topology.layout import Layout
 
 SIZE, SEGMENTS, HEADS, D = 6, image_and_text(31, 5), 7, 8
-WAYS = {
-    "flat": {"exchange": "flat"},
-    "tapa": {"exchange": "tapa"},
-    "split": {"exchange": "split"},
-    "chunks": {"exchange": "split", "chunks": 3},
-    "tapa in chunks": {"exchange": "tapa", "chunks": 2},
-    "ring": {"exchange": "tapa", "ring": 2},
-    "token ring": {"exchange": "tapa", "ring": 3, "ring_kind": "token"},
-    "streaming ring": {"exchange": "tapa", "ring": 3, "ring_kind": "streaming"},
-    "ring and chunks": {"exchange": "split", "ring": 2, "chunks": 2},
-}
+WAYS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @pytest.fixture(autouse=True)
