@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from aurora.queues import Job, accepts, job_of
 from launching import fake, find_mpiexec
 
@@ -64,23 +65,10 @@ def edited(tmp_path: Path, name: str, **values: str) -> Path:
     return script
 
 
-COPIED = {"WEIGHTS": "/flare/models/sd3.5", "SCRATCH": "/tmp/scratch", "MPIEXEC_FLAGS": "--no-vni"}
-BLANKS = {"INPUT": '("my scan.tif" b.tif)'}
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("name", "changed", "environment"),
-    [
-        ("aurora.pbs", {}, {}),
-        ("aurora.pbs", {}, {"RESUME": "1"}),
-        ("aurora.pbs", COPIED, {"PBS_NODEFILE": "nodes", "PBS_JOBID": "7[1].server"}),
-        ("generic.pbs", {}, {}),
-        ("generic.pbs", BLANKS, {"PBS_NODEFILE": "nodes"}),
-        ("slurm.sbatch", {}, {}),
-        *(("campaign.pbs", {}, {"NODES": nodes}) for nodes in ("1", "8")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "changed", "environment"), CASES["starts"], ids=str)
 def test_what_a_script_starts(tmp_path, name, changed, environment, snapshot):
     """A rank beside its card; copies of weights on every node, of a name of their own; and all that a campaign measures
     on so many nodes. Some schedulers' files have a line for each rank."""
@@ -101,8 +89,16 @@ def started(script: Path, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
 
 
+def fake_site(folder: Path, mpiexec: str, cocodiff: str = "true", pip: str = "exit 1") -> None:
+    """A module command, an mpiexec, and an environment without an MPI of its own, that are fakes."""
+    fake(folder / "bin/module")
+    fake(folder / "bin/mpiexec", mpiexec)
+    fake(folder / "venv/bin/cocodiff", cocodiff)
+    fake(folder / "venv/bin/pip", pip)
+
+
 def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.CompletedProcess[str]:
-    """Runs aurora.pbs for real, with a module command, an mpiexec and an environment that are fakes."""
+    """Runs aurora.pbs for real, with programs that are fakes."""
     record = tmp_path / "record"
     folders = {"WEIGHTS": shlex.quote(str(tmp_path / weights)), "SCRATCH": shlex.quote(str(tmp_path / "scratch"))}
     script = edited(tmp_path, "aurora.pbs", **folders)
@@ -111,24 +107,12 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
     (tmp_path / "nodes").write_text("x1.host\n")
     names = ["CCL_ATL_TRANSPORT", "MASTER_ADDR", "CCL_OP_SYNC", "CCL_ATL_SYNC_COLL", "MPIR_CVAR_ENABLE_GPU"]
     told = f'echo "{" ".join(f"${{{name}-none}}" for name in names)} $*" >>"{record}"'
-    fake(tmp_path / "bin/mpiexec", f"{told}\n{fakes.get('mpiexec', 'true')}")
-    fake(tmp_path / "bin/module")
-    fake(tmp_path / "venv/bin/cocodiff")
-    fake(tmp_path / "venv/bin/pip", fakes.get("pip", "exit 1"))
+    fake_site(tmp_path, f"{told}\n{fakes.get('mpiexec', 'true')}", pip=fakes.get("pip", "exit 1"))
     given = {name: value for name, value in fakes.items() if name.isupper()}
     return started(script, VENV="venv", PBS_NODEFILE="nodes", **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({}, "none none 0"),
-        ({"CCL_OP_SYNC": "1"}, "1 none 0"),
-        ({"CCL_OP_SYNC": "0", "SAFE": "1"}, "1 1 0"),
-        ({"MPIR_CVAR_ENABLE_GPU": "1"}, "none none 0"),
-        ({"CCL_ATL_HMEM": "1"}, "none none 1"),
-    ],
-)
+@pytest.mark.parametrize(("given", "found"), CASES["environments"])
 def test_a_job_sets_its_environment_and_cleans_up(tmp_path, given, found):
     """SAFE=1 has oneCCL wait for each call; else what a module has set stays. MPI looks for GPUs where oneCCL gives
     it their memory."""
@@ -140,15 +124,7 @@ def test_a_job_sets_its_environment_and_cleans_up(tmp_path, given, found):
     assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
 
 
-@pytest.mark.parametrize(
-    ("given", "verdict", "restored_with"),
-    [
-        ({"FAST": "1"}, "right", "0"),
-        ({"FAST": "1"}, "rank 3 got other numbers than were sent from [5]", "1"),
-        ({"FAST": "1", "SAFE": "1"}, "right", "1"),
-        ({}, "right", "1"),
-    ],
-)
+@pytest.mark.parametrize(("given", "verdict", "restored_with"), CASES["verdicts"])
 def test_a_job_takes_doctors_word_on_calls_that_wait_where_it_is_asked_to(tmp_path, given, verdict, restored_with):
     """FAST=1 and the modules' CCL_OP_SYNC=1: only what comes after doctor is without."""
     facts = {"op_sync": [[{"CCL_OP_SYNC=0": verdict, "seconds": 0.1, "hidden": 0.5}], []]}
@@ -172,19 +148,6 @@ def test_queues_accept_what_the_scripts_ask_for():
     jobs = submitted(dry_run(LAUNCH / "campaign.pbs"))
     assert [job.nodes for job in jobs] == [1, 2, 4, 8]
     assert all(accepts(job, len(jobs)) for job in jobs)
-
-
-def test_what_a_queue_does_not_accept_is_found():
-    most = Job(None, "capacity", 16, 168.0, [])
-    assert accepts(most, 5) and not accepts(most, 6)
-    for wrong in ({"nodes": 17}, {"hours": 168.1}, {"queue": "debug"}, {"queue": "prod", "hours": 6.0}):
-        assert not accepts(most._replace(**wrong))
-
-
-def test_no_job_is_handed_a_whole_environment():
-    """`qsub -V` can keep a job from starting."""
-    texts = [*LAUNCH.rglob("*"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "cocodiff").rglob("*.py")]
-    assert [path.name for path in texts if path.is_file() and re.search(r"qsub[^\n]* -V\b", path.read_text())] == []
 
 
 def test_the_campaign_submits_itself_with_what_the_user_has_chosen(tmp_path):
@@ -225,10 +188,7 @@ case "$*" in
 esac
 while [ $# -gt 1 ]; do [ "$1" = --out ] && mkdir -p "$2" && touch "$2/bench.json" "$2/report.html"; shift; done
 true"""
-    fake(tmp_path / "bin/module")
-    fake(tmp_path / "bin/mpiexec", ends)
-    fake(tmp_path / "venv/bin/cocodiff", f'echo "$*" >>"{record}"')
-    fake(tmp_path / "venv/bin/pip", "exit 1")
+    fake_site(tmp_path, ends, f'echo "$*" >>"{record}"')
     words = {"MODELS": "sd3.5", "SIZES": "768", "VENV": "venv", "NODES": "1", "OUT": "out"}
 
     def start() -> tuple[str, list[str]]:
@@ -273,17 +233,7 @@ def test_a_folder_of_the_models_name_in_scratch_is_neither_added_to_nor_removed(
     assert contents(tmp_path / "model") == {"weights": "the user's"}
 
 
-@pytest.mark.parametrize(
-    ("at", "ending", "code"),
-    [
-        ("cocodiff doctor", "exit 1", 1),  # a fault that it finds
-        ("cocodiff doctor", "exit 3", 3),
-        ("cocodiff doctor", "kill -TERM $PPID; sleep 0.2", -15),
-        ("cocodiff doctor", "kill -HUP $PPID; sleep 0.2", -1),
-        (" cp ", 'mkdir "${@: -1}"; exit 1', 1),
-        ("cocodiff inpaint", "exit 2", 2),
-    ],
-)
+@pytest.mark.parametrize(("at", "ending", "code"), CASES["ends"])
 def test_only_the_copy_goes_however_a_job_ends_and_nothing_is_started_after_it(tmp_path, at, ending, code):
     there = f'find "{tmp_path}/scratch" -type f -printf "copied %P\\n"'
     done = job(tmp_path, mpiexec=f'case "$*" in *"{at}"*) {there}; {ending};; esac; {ON_A_NODE}')
@@ -314,61 +264,46 @@ def model(tmp_path: Path) -> Path:
 NAMED = {"model_index.json", "vae/config.json", "vae/deep/a.safetensors", "transformer/b.safetensors"}
 
 
-def staged(tmp_path: Path, model: Path, nodes: int, broadcast: str, **environment: str) -> tuple[list[str], list[Path]]:
-    """The lines for each node, and the model's copies, after a job on so many nodes. A node's folders are below one of
-    its name. broadcast: what an mpiexec does that starts Python."""
+BROADCAST = 'unset PBS_NODEFILE; "$real" -n 3 "$on_node" "" "${@:9}"'
+
+
+@pytest.mark.parametrize(
+    ("nodes", "broadcast", "starts"),
+    [
+        (2, "exit 9", ["each", "each", "each"]),
+        pytest.param(3, BROADCAST, ["each", "each", "together"], marks=pytest.mark.processes),
+        (3, "exit 1", ["each", "each", "together", "each"]),
+        (3, 'touch "${@: -3:1}"; kill $$', ["each", "each", "together", "each"]),
+    ],
+)
+def test_a_copy_has_what_the_index_names_and_nothing_else(tmp_path, model, nodes, broadcast, starts):
+    """On each node, whose folders are below one of its name. Above READERS nodes one reads and sends on, and the others
+    read nothing of the model: their path leads nowhere. Where MPI cannot send, every node reads. broadcast: what an
+    mpiexec does that starts Python."""
     script = edited(tmp_path, "aurora.pbs", WEIGHTS=shlex.quote(str(model)), SCRATCH=shlex.quote(f"{tmp_path}/scratch"))
     (tmp_path / "nodes").write_text("".join(f"x{node}.host\n" for node in range(nodes)))
-    for program in ("bin/module", "venv/bin/cocodiff"):
-        fake(tmp_path / program)
-    fake(tmp_path / "venv/bin/pip", "exit 1")
     fake(tmp_path / "venv/bin/python", f'exec "{sys.executable}" "$@"')
     lost = f'if [ "${{PMI_RANK:-0}}" != 0 ]; then set -- "${{@/#"{model}"*//nowhere}}"; fi'
     own = f'{lost}; scratch="{tmp_path}/scratch"; exec "${{@//"$scratch"/"$scratch-$node"}}"'
     fake(tmp_path / "on-node", f"node=${{1:-$PMI_RANK}}; shift; {own}")
     each = f"""
+real="{find_mpiexec()}" on_node="{tmp_path}/on-node"
 case "$*" in
     *" rm -rf "*) exit ;;
     *" -m mpi4py "*) echo "together ${{*:9}}" >>"{tmp_path}/record"; {broadcast} ;;
     *" --ppn 1 "*) echo "each ${{*:9}}" >>"{tmp_path}/record"
-        for node in $(seq 0 {nodes - 1}); do "{tmp_path}/on-node" $node "${{@:9}}" || exit; done ;;
+        for node in $(seq 0 {nodes - 1}); do "$on_node" $node "${{@:9}}" || exit; done ;;
 esac"""
-    fake(tmp_path / "bin/mpiexec", each)
-    done = started(script, VENV="venv", PBS_NODEFILE="nodes", **environment)
+    fake_site(tmp_path, each)
+    done = started(script, VENV="venv", PBS_NODEFILE="nodes", READERS="2", I_MPI_FABRICS="shm")
     assert done.returncode == 0, done.stderr
-    return (tmp_path / "record").read_text().splitlines(), sorted(tmp_path.glob("scratch-*/cocodiff-*/*"))
-
-
-def checked(copies: list[Path], model: Path, nodes: int) -> None:
+    lines = (tmp_path / "record").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == starts and (" cp -rL " in lines[-1]) == (starts[-1] == "each")
+    copies = sorted(tmp_path.glob("scratch-*/cocodiff-*/*"))
     assert len(copies) == nodes and {copy.name for copy in copies} == {model.name}
     for copy in copies:
         assert contents(copy) == {name: (model / name).read_text() for name in NAMED}
         assert not any(path.is_symlink() for path in copy.rglob("*"))
-
-
-BROADCAST = 'unset PBS_NODEFILE; "{}" -n {} "{}/on-node" "" "${{@:9}}"'
-
-
-def test_a_copy_has_what_the_index_names_and_nothing_else(tmp_path, model):
-    lines, copies = staged(tmp_path, model, 2, "exit 9")
-    assert [line.split()[0] for line in lines] == ["each"] * 3 and " cp -rL " in lines[-1]
-    checked(copies, model, 2)
-
-
-@pytest.mark.processes
-def test_above_a_few_nodes_one_reads_and_sends_on(tmp_path, model):
-    """The others read nothing of the model: their path leads nowhere."""
-    mpiexec = BROADCAST.format(find_mpiexec(), 3, tmp_path)
-    lines, copies = staged(tmp_path, model, 3, mpiexec, READERS="2", I_MPI_FABRICS="shm")
-    assert [line.split()[0] for line in lines] == ["each", "each", "together"]
-    checked(copies, model, 3)
-
-
-@pytest.mark.parametrize("broadcast", ["exit 1", 'touch "${@: -3:1}"; kill $$'])
-def test_where_mpi_cannot_send_weights_every_node_reads_them(tmp_path, model, broadcast):
-    lines, copies = staged(tmp_path, model, 3, broadcast, READERS="2")
-    assert [line.split()[0] for line in lines] == ["each", "each", "together", "each"]
-    checked(copies, model, 3)
 
 
 @pytest.mark.processes

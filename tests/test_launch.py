@@ -8,18 +8,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from launching import fake
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ("launch/demo", "launch/test", ".ci/run")
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what the scripts read, with fake tools in `.venv` that say what they were asked."""
-    for name in (*SCRIPTS, "launch/environment.sh", "launch/constraints.txt", "pyproject.toml"):
+    for name in ("launch/demo", "launch/test", "launch/environment.sh", "launch/constraints.txt", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -31,17 +32,7 @@ def launch(checkout: Path, script: str, *words: str, **environment: str) -> subp
     )
 
 
-def test_scripts_are_executable() -> None:
-    assert [script for script in SCRIPTS if not os.access(ROOT / script, os.X_OK)] == []
-
-
-@pytest.mark.parametrize(
-    ("python", "said"),
-    [
-        ('case "$*" in *venv*) exit 1;; *) exit 0;; esac', "python3-venv"),
-        ('case "$*" in *version_info*) exit 1;; --version) echo Python 3.8;; esac', "3.10 or newer"),
-    ],
-)
+@pytest.mark.parametrize(("python", "said"), CASES["pythons"])
 def test_a_python_without_venv_or_an_old_one_is_refused_in_a_line(checkout: Path, python: str, said: str) -> None:
     fake(checkout / "python", python)
     done = launch(checkout, "launch/demo", COCODIFF_PYTHON=str(checkout / "python"))
@@ -60,16 +51,18 @@ def installed(checkout: Path, mpi: bool = True) -> Path:
     return record
 
 
-def test_the_environment_is_made_once_and_the_size_is_said_first(checkout: Path) -> None:
-    record = installed(checkout)
-    first = launch(checkout, "launch/demo")
+@pytest.mark.parametrize("torch", ["torch", "torch-xpu.whl"])
+def test_the_environment_is_made_once_and_the_size_is_said_first(checkout: Path, torch: str) -> None:
+    """Another torch replaces the pinned one."""
+    record, chosen = installed(checkout), {"COCODIFF_TORCH": torch} if torch != "torch" else {}
+    first = launch(checkout, "launch/demo", **chosen)
     assert first.returncode == 0, first.stderr
     assert "to download" in first.stdout.splitlines()[0]
     assert "cocodiff inpaint --input cocodiff/demo_model/samples/tooth.tif --mask block" in first.stdout
     calls = record.read_text().splitlines()
-    assert calls[0].endswith(" torch") and "--constraint" not in calls[0] and "-c .venv/constraints.txt" in calls[0]
-    assert "torch==" in (checkout / ".venv/constraints.txt").read_text()
-    second = launch(checkout, "launch/demo", "--samples", "3")
+    assert calls[0].endswith(f" {torch}") and "--constraint" not in calls[0] and "-c .venv/constraints.txt" in calls[0]
+    assert ("torch==" in (checkout / ".venv/constraints.txt").read_text()) == (torch == "torch")
+    second = launch(checkout, "launch/demo", "--samples", "3", **chosen)
     assert second.stdout.startswith("cocodiff inpaint") and second.stdout.rstrip().endswith("--overwrite --samples 3")
     assert "--samples 8" in first.stdout and "--samples 8" not in second.stdout
     assert record.read_text().splitlines() == calls
@@ -98,13 +91,6 @@ def test_the_full_demo_restores_all_bundled_slices(checkout: Path) -> None:
     assert "--samples" not in done.stdout and done.stdout.count("--ranks") == 1
 
 
-def test_another_torch_replaces_the_pinned_one(checkout: Path) -> None:
-    record = installed(checkout)
-    launch(checkout, "launch/demo", COCODIFF_TORCH="torch-xpu.whl")
-    assert record.read_text().splitlines()[0].endswith(" torch-xpu.whl")
-    assert "torch==" not in (checkout / ".venv/constraints.txt").read_text()
-
-
 def test_a_failed_installation_is_not_taken_for_done(checkout: Path) -> None:
     installed(checkout)
     fake(checkout / ".venv/bin/python", "echo no such version >&2; exit 1")
@@ -114,19 +100,9 @@ def test_a_failed_installation_is_not_taken_for_done(checkout: Path) -> None:
     assert not (checkout / ".venv/ready").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "beside", "alone", "types", "code", "runs"),
-    [
-        ((), 0, 1, 0, 0, 1),  # the first tier has nothing that runs alone
-        ((), 0, 0, 1, 1, 1),
-        (("--full",), 0, 5, 0, 0, 2),  # 5: no test was chosen
-        (("tests/comm",), 5, 5, 0, 5, 2),
-        (("tests/comm",), 5, 1, 0, 1, 2),
-        (("tests/comm",), 2, 0, 0, 2, 2),
-    ],
-)
+@pytest.mark.parametrize(("words", "beside", "alone", "types", "code", "runs"), CASES["ends"])
 def test_the_tests_end_with_what_failed(
-    checkout: Path, words: tuple[str, ...], beside: int, alone: int, types: int, code: int, runs: int
+    checkout: Path, words: list[str], beside: int, alone: int, types: int, code: int, runs: int
 ) -> None:
     installed(checkout)
     launch(checkout, "launch/demo")

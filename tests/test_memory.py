@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,21 +49,8 @@ from cocodiff.topology.axes import Mesh
 QWEN = load_shape("qwen-image")
 
 
-KEPT = {  # settings that keep something between calls
-    "source": {"selection": "v_major", "scoring": "source"},
-    "card": {"selection": "v_major", "scoring": "card"},
-    "last": {"codec": "int4", "predictor": "last"},
-    "taylor": {"codec": "int2", "predictor": "taylor"},
-    "one layer": {"codec": "int4", "predictor": "taylor", "state_layers": 1},
-    "late": {"arrival": "displaced"},
-    "late int2": {"arrival": "displaced", "codec": "int2"},
-    "adaptive": {"arrival": "adaptive", "tau": 1e9},  # any error is below
-    "adaptive int4": {"arrival": "adaptive", "tau": 1e9, "codec": "int4", "predictor": "last"},
-    "step cache": {"step_cache": "first_block"},
-    "step cache, int4": {"step_cache": "first_block", "codec": "int4"},
-}
-
-
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+KEPT = CASES["kept"]  # settings that keep something between calls
 AURORA = topology_of("aurora", 12)
 
 
@@ -170,25 +159,7 @@ def test_a_large_image_needs_most_where_it_enters():
     assert most(without, few, ring=2) > most(without, few), "blocks of two other groups are here"
 
 
-SD35 = {
-    "num_layers": 38,
-    "num_attention_heads": 38,
-    "caption_projection_dim": 2432,
-    "pos_embed_max_size": 192,
-    "qk_norm": "rms_norm",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "config", "billions"),
-    [
-        ("sd3.5", "SD3Transformer2DModel", SD35, 8.1),
-        ("flux.1", "FluxTransformer2DModel", {"guidance_embeds": True}, 11.9),
-        ("flux.2", "Flux2Transformer2DModel", {}, 32.2),
-        ("qwen-image", "QwenImageTransformer2DModel", {}, 20.4),
-        ("wan2.2", "WanTransformer3DModel", {}, 28.6),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind", "config", "billions"), CASES["shipped"])
 def test_shipped_shapes_and_their_blocks_are_those_of_diffusers(name, kind, config, billions):
     import diffusers
 
@@ -226,16 +197,6 @@ def test_the_library_of_messages_takes_memory_of_every_process(ranks, job, taken
         assert with_library.total - without.total == taken * MIB
 
 
-def test_what_the_library_takes_is_not_there_for_images():
-    """One image that fits exactly no longer does where the library takes a MiB more."""
-    case = Case(ModelShape("sd3", 24, 64, 12, 10**9), AURORA, Config(), IMAGE)
-    most_of_all = fullest(case)
-    assert largest_batch(case, most_of_all.total) == 1
-    assert largest_batch(case, most_of_all.total - MIB) == 0
-    with pytest.raises(UserError, match="library 384"):
-        check_fits(most_of_all, most_of_all.total - MIB, "a rank")
-
-
 @pytest.mark.parametrize("kept", [None, "source", "card"])
 @pytest.mark.parametrize(("name", "branches", "gib"), [("qwen-image", 2, 64), ("sd3.5", 1, 32)])
 def test_the_largest_batch_fits_and_an_image_more_does_not(name, branches, gib, kept):
@@ -250,16 +211,7 @@ def test_the_largest_batch_fits_and_an_image_more_does_not(name, branches, gib, 
     assert largest_batch(case, memory // 8) == 0
 
 
-@pytest.mark.parametrize(
-    ("memory", "blame"),
-    [
-        (99, "weights alone do not fit: share them by weights card or node"),
-        (100, "weights and activations alone do not fit"),
-        (149, "weights and activations alone do not fit: share weights by weights card or node"),
-        (150, "V-Major's cache is too much: use a smaller batch, more ranks, or preset tapa"),
-        (199, "V-Major's cache is too much"),
-    ],
-)
+@pytest.mark.parametrize(("memory", "blame"), CASES["blames"])
 def test_what_cannot_fit_is_refused_with_figures_and_blame(memory, blame):
     need = RankMemory(100 * MIB, 50 * MIB, 30 * MIB, 15 * MIB, 5 * MIB)
     check_fits(need, 200 * MIB, "rank 1 on cpu")
@@ -294,15 +246,7 @@ def run_on(
     return len(asked)
 
 
-@pytest.mark.parametrize(
-    ("settings", "remedy"),
-    [
-        ({}, "V-Major's cache is too much: .*preset tapa"),
-        ({"selection": "full", "codec": "int4"}, "what the residual codec keeps is too much: use predictor last"),
-        ({"selection": "full", "arrival": "displaced"}, "have in flight is too much: use arrival now"),
-        ({"selection": "full", "step_cache": "first_block"}, "the step cache keeps is too much: .*step_cache none"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "remedy"), CASES["remedies"])
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(settings, remedy, monkeypatch):
     for free, told in ((0, "weights and activations alone"), (activations_of_the_run(), remedy)):
         with pytest.raises(UserError, match=rf"memory of rank \d on cpu: .*{told}"):

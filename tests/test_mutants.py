@@ -3,50 +3,11 @@
 import ast
 from pathlib import Path
 
-from mutants import drawn, faults_of
+import yaml
+from mutants import faults_of
 
-SOURCE = '''"""A docstring with 1 number stays."""
-
-def first(rows: list[int], size: int = 2) -> int:
-    if len(rows) < size and rows[0] and not (rows[1] and size):
-        raise ValueError(f"{size - 1} is 1 too few")
-    for row in rows:
-        if row == 3:
-            break
-    return max(rows.copy(), default=row + 4)
-
-class Second:
-    def __init__(self) -> None:
-        self.state = {}
-
-    def change(self, key, values):
-        try:
-            self.state[key] = values.sum(dim=1)
-            self.last = key
-        finally:
-            self.close(key, values)
-        return sorted(values)
-'''
-
-CHANGES = {
-    "border": "len(rows) <= size",
-    "logic": "and rows[0] and rows[1] and size:",
-    "condition": "if len(rows) < size and rows[0]:",
-    "arithmetic": "row - 4",
-    "off by one": "size: int = 3",
-    "other end": "rows[-1]",
-    "swallowed": "        pass\n    for",
-    "loop": "            continue",
-    "min for max": "return min(",
-    "no copy": "max(rows,",
-    "lost option": "max(rows.copy())",
-    "axis": "dim=1 - 1",
-    "forgotten": "            pass\n            self.last",
-    "first kept": "if not hasattr(self, 'last'): self.last = key",
-    "lost clean-up": "finally:\n            pass",
-    "lost call": "finally:\n            pass",
-    "swapped": "self.close(values, key)",
-}
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SOURCE, CHANGES = CASES["source"], CASES["changes"]
 
 
 def test_every_kind_of_fault_is_made_where_it_fits(tmp_path: Path) -> None:
@@ -60,13 +21,3 @@ def test_every_kind_of_fault_is_made_where_it_fits(tmp_path: Path) -> None:
         ast.parse(changed)
         assert "1 number stays" in changed
         assert "list[int]" in changed
-
-
-def test_a_seed_draws_the_same_faults_and_none_twice_in_a_function(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(SOURCE)
-    found = faults_of(tmp_path, "a.py")
-    chosen = drawn(tmp_path, found, 40, seed=3)
-    assert [fault.function for fault in chosen] == list({fault.function: 0 for fault in chosen})
-    assert {fault.function for fault in chosen} == {"first", "Second.change"}
-    assert chosen == drawn(tmp_path, found, 40, seed=3)
-    assert any(chosen != drawn(tmp_path, found, 40, seed) for seed in range(4, 9))

@@ -3,6 +3,7 @@ have them do, from a folder with the files that they name."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -36,19 +37,11 @@ AXES = [{"name": name, "type": "space"} for name in "zyx"]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words behind `cocodiff` of each command in a page's blocks, an emulated one's own as well."""
+    """The words behind `cocodiff` of each command in a page's blocks."""
     for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         for line in re.sub(r"\\\n", " ", block).splitlines() if not kind else ():
-            try:
-                words = shlex.split(line, comments=True)
-            except ValueError:
-                continue  # no command
-            while words:
-                word, *words = words
-                if Path(word).name == "cocodiff" and words and words[0] in cli.COMMANDS:
-                    end = words.index("--") if "--" in words else len(words)
-                    yield settled(words[:end])
-                    words = words[end:]
+            with contextlib.suppress(ValueError):  # no command
+                yield from parts(shlex.split(line, comments=True))
 
 
 def settled(words: list[str]) -> list[str]:
@@ -62,10 +55,12 @@ def settled(words: list[str]) -> list[str]:
 
 def parts(words: list[str]) -> Iterator[list[str]]:
     """An emulation's own words, and those of the command that it runs."""
-    end = words.index("--") if "--" in words else len(words)
-    yield words[:end]
-    if words[end:]:
-        yield words[end + 2 :]
+    while words:
+        word, *words = words
+        if Path(word).name == "cocodiff" and words and words[0] in cli.COMMANDS:
+            end = words.index("--") if "--" in words else len(words)
+            yield settled(words[:end])
+            words = words[end:]
 
 
 COMMANDS = [(page.name, words) for page in PAGES for words in commands(page)]
@@ -74,7 +69,7 @@ OF_PAPERS = [
     for name in sorted(shipped_names("papers"))
     for template, run in Paper.load(name).commands.items()
     for one, words in run.named(template)
-    for part in parts(words)
+    for part in parts(["cocodiff", *words])
 ]
 
 

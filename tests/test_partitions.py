@@ -14,9 +14,9 @@ from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models.adapter import image_and_text
 from cocodiff.models.family import Video
 from cocodiff.planner.case import Case, ModelShape, coded_layers
-from cocodiff.planner.choice import OUTPUT_CHANNELS, Division, choose, parts_of, with_weights_chosen
+from cocodiff.planner.choice import OUTPUT_CHANNELS, Division, choose, with_weights_chosen
 from cocodiff.planner.layers import StepPlan, plan_step
-from cocodiff.planner.memory import block_parameters, fullest, size_run
+from cocodiff.planner.memory import size_run
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes, Partition, partitions_of
 
@@ -146,22 +146,11 @@ def test_memory_is_that_of_the_preset_that_needs_most():
         assert choice.taken.need.total == max(needs) > min(needs) and choice.taken.fits is False
 
 
-@pytest.mark.parametrize(
-    ("images", "pins", "taken"),
-    [
-        (1, {}, (1, 2)),
-        (3, {}, (3, 2)),
-        (5, {}, (4, 1)),
-        (100, {}, (12, 1)),
-        (100, {"guidance": 2}, (6, 2)),
-        (1, {"replicas": 2, "guidance": 1}, (2, 1)),
-        (1, {"replicas": 4}, (4, 1)),
-    ],
-)
-def test_without_rates_replicas_come_first_then_guidance(images, pins, taken):
-    choice = choose([case_of(topology=topology_of("local", 12))], images, images, **pins)
+@pytest.mark.parametrize(("images", "taken"), [(1, (1, 2)), (3, (3, 2)), (5, (4, 1)), (100, (12, 1))])
+def test_without_rates_replicas_come_first_then_guidance(images, taken):
+    choice = choose([case_of(topology=topology_of("local", 12))], images, images)
     assert choice.taken.partition == taken and choice.taken.fits is None
-    assert len(choice.listed) == 1 or "machine local does not say what others would take" in choice.line()
+    assert "machine local does not say what others would take" in choice.line()
 
 
 def test_what_cannot_be_says_why():
@@ -182,19 +171,6 @@ def test_what_cannot_be_says_why():
 # What does not fit a tile ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("among", "ranks"), [("card", 2), ("node", 12)])
-@pytest.mark.parametrize("layers", [None, 4])
-def test_weights_that_tiles_share_leave_a_part_and_two_buffers(among, ranks, layers):
-    """Each branch of guidance has a node, whose ranks share among themselves."""
-    shape = load_shape("qwen-image")
-    config = Config(weights=among, split_layers=layers)
-    case = Case(shape, topology_of("aurora", 24), config, shape.segments(512), branches=2)
-    (parts,) = parts_of(case, Partition(1, 2))
-    block, split = block_parameters(shape)[0] * 2, layers or 60
-    held = shape.parameters * 2 - split * block * (1 - 1 / ranks) + 2 * block
-    assert [fullest(part).weights for part in parts] == pytest.approx([held, held], rel=1e-6)
-
-
 MODELS_THAT_DO_NOT_FIT = [("flux.2", 1536), ("flux.2", 2304), ("qwen-image", 3072), ("wan2.2", 480), ("wan2.2", 720)]
 
 
@@ -212,7 +188,7 @@ def needed(case: Case, **settings: Any) -> int:
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize("nodes", [1, 2, *(pytest.param(nodes, marks=pytest.mark.exhaustive) for nodes in (4, 8))])
 @pytest.mark.parametrize("preset", ["tapa", "split", "lossless", "coded", "cocodiff"])
 @pytest.mark.parametrize(("name", "size"), MODELS_THAT_DO_NOT_FIT)
 def test_what_does_not_fit_a_tile_is_made_to_fit(name, size, preset, nodes):

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned_models import cast
 from seams import interrupt
 from test_engine_pipelines import restored
 from test_guidance import GUIDED, guiding
@@ -48,11 +49,7 @@ class History:
     # Each returns what has to be the same in one process ------------------------------------------------------------
 
     def image(self, pipe: Any = None, **more: Any) -> torch.Tensor:
-        dtype = self.pipe.transformer.dtype
-        given = {
-            name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-            for name, x in self._arguments.items()
-        }
+        given = cast(self._arguments, self.pipe.transformer.dtype)
         return restored(pipe or self.pipe, given | more)
 
     def called_back(self) -> torch.Tensor:

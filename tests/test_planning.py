@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+import yaml
+from covering import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from really_sent import ReallySent
 from worlds import topology_of
@@ -36,6 +39,7 @@ from cocodiff.planner.traffic import stages_of
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 WAITS = ("latency_us", "message_us", "blocked_us", "launch_us", "wait_us")
 
 
@@ -69,17 +73,7 @@ def layers(of: Case) -> dict[CallKind, Any]:
 # All-to-alls ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("machine", "ranks", "variant", "siblings", "planes", "nics", "phases"),
-    [
-        ("aurora", 12, "flat", 0, 2, 0, 1),  # a card's 20 blocks over its 10 links
-        ("aurora", 12, "split", 0, 2, 0, 1),
-        ("aurora", 12, "tapa", 6, 2, 0, 2),  # CoCoDiff section III: the sibling's half of all blocks goes there first
-        ("aurora", 24, "flat", 0, 0, 24, 1),  # two ranks share the fullest NIC
-        ("aurora", 24, "split", 0, 0, 18, 1),  # with detours every NIC carries the same
-        ("p4de", 8, "tapa", 0, 1, 0, 1),  # cards of one tile have the second phase alone
-    ],
-)
+@pytest.mark.parametrize(("machine", "ranks", "variant", "siblings", "planes", "nics", "phases"), CASES["all-to-alls"])
 def test_an_all_to_all_takes_its_blocks_on_the_fullest_link_and_a_latency_for_each_phase(
     machine, ranks, variant, siblings, planes, nics, phases
 ):
@@ -114,14 +108,6 @@ def test_a_stage_waits_for_the_rank_with_the_most_messages():
     assert [(stage.messages, stage.handled) for stage in of_phases] == [(1, 2), (4, 6)]
 
 
-def test_the_second_branch_has_the_text_of_the_prompt_that_guidance_leads_away_from():
-    shape, segments, negative = replace(TOY, branches=2), image_and_text(96, 24), image_and_text(96, 5)
-    of = Case(shape, AURORA, Config(), segments, branches=2, negative=negative)
-    assert [(one.segments, one.branches) for one in of.calls] == [(segments, 1), (negative, 1)]
-    for branch, own in enumerate((segments, negative)):
-        assert [(one.segments, one.branches) for one in of.of_branch(branch).calls] == [(own, 1)]
-
-
 # Strategies -----------------------------------------------------------------------------------------------------------
 
 
@@ -153,26 +139,7 @@ def run_of(of: Case, sent: ReallySent) -> tuple[dict[str, int], dict[str, int]]:
     return {link: sum(one[link] for one in traced) for link in LINK_CLASSES}, sent.by_link(of.topology)
 
 
-V_MAJOR = {"schedule": "fixed", "ratio": 0.5, "warmup": 1, "sync_interval": 0}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "preset", "settings"),
-    [
-        (2, "flat", {}),
-        (1, "tapa", {"order": "v_first"}),
-        (2, "split", {}),
-        (2, "split", {"chunks": 2}),
-        (1, "tapa", {"ring": 2}),
-        (1, "flat", {"ring": 6, "ring_kind": "token"}),
-        (2, "flat", {"ring": 12, "ring_kind": "streaming"}),
-        (1, "coded", {"arrival": "displaced"}),
-        (1, "coded-", {}),
-        (1, "lossless", {}),
-        (1, "cocodiff", V_MAJOR),
-        (1, "cocodiff", {**V_MAJOR, "scoring": "card"}),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "preset", "settings"), CASES["runs"])
 def test_planned_bytes_are_those_that_ranks_send_in_a_run(nodes, preset, settings, monkeypatch):
     """In every link class. Which rank of a card has the tokens that V-Major leaves behind depends on numbers, and so do
     a sibling's bytes; of the lossless codec the first step is known."""
@@ -196,7 +163,7 @@ def test_plans_of_real_models(snapshot):
     """Milliseconds of a step and bytes by link of every preset; those of SD3.5 on four nodes are in docs/plan.md. On
     every machine there is a shape with layers of all kinds."""
     kinds = ModelShape("all kinds", 24, 64, 2, 10**9, parallel_layers=1, image_layers=1, branches=2, mlp_ratio=3)
-    node, nodes, p4de = topology_of("aurora", 12), topology_of("aurora", 48), topology_of("p4de", 8)
+    node, nodes, p4de = topology_of("aurora", 12), topology_of("aurora", 24), topology_of("p4de", 8)
     cases = [(kinds, 512, topology) for topology in (node, nodes, p4de, node.part((0,)))]
     cases += [
         (load_shape(name), size, topology) for (name, size), topology in zip(MODELS, (nodes, node, p4de), strict=True)
@@ -221,7 +188,7 @@ def test_plans_of_real_models(snapshot):
     factor=st.floats(1.0, 30.0),
     waits=st.fixed_dictionaries(dict.fromkeys(WAITS, st.floats(0, 100))),
 )
-@settings(max_examples=24, deadline=None)
+@examples(10, exhaustive=60)
 def test_a_slower_machine_takes_no_less(preset, nodes, slower, factor, waits):
     """A slower link or device, and messages, launches or waits that take longer."""
     aurora = with_waits(topology_of("aurora", 12 * nodes))
@@ -272,16 +239,7 @@ def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_f
     assert without_seldom(decisions.over(4))[1] == {"": 0.01, "qkvo": 0.99}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "efficiency", "arrival", "codec"),
-    [
-        (1, 1.0, "adaptive", "none"),  # a layer's bytes are sent while it computes
-        (1, 1.0, "now", "none"),  # and codec would take as long as it saves
-        (1, 0.109, "adaptive", "int2"),
-        (2, 0.109, "displaced", "int2"),
-        (2, 1.0, "adaptive", "none"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "efficiency", "arrival", "codec"), CASES["codecs"])
 def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
     topology = Topology.build(at_rates(topology_of("aurora", 12).machine, efficiency), 12 * nodes)
     found, told = with_codec_chosen(Config.preset("ahead", arrival=arrival), topology, AttentionWork(24, 128))
@@ -316,17 +274,12 @@ def test_the_codecs_passes_read_both_reconstructions_where_they_need_them():
     x = torch.empty(1, 10, 2, 64, device="meta", dtype=torch.bfloat16)
     code, notes, N = x.new_empty(1, 10, 2, 18, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), x.nbytes
     one, two = Reconstructions(x), Reconstructions(x, x)
-    plain, linear, measured = Prediction(), Prediction(1.0, linear=True), Prediction(1.0, True, True)
+    plain, linear = Prediction(), Prediction(1.0, linear=True)
     for known, how, tensors in ((one, plain, 3), (two, plain, 3), (two, linear, 4)):
         traffic, _ = cost_of("encode_residual", [x], (x, known, how, 2, code, notes))
         assert traffic == tensors * N + code.nbytes + notes.nbytes
     for known, factor, tensors in ((one, None, 2), (two, None, 2), (two, 1.0, 3)):
         assert cost_of("decode_residual", [x], (code, known, factor, 2))[0] == tensors * N + code.nbytes
-    rows = [
-        [cost_of("encode_residual", [x], (x, two, how, bits, code, notes))[1] for how in (plain, linear, measured)]
-        for bits in (4, 2)
-    ]
-    assert all(row == sorted(set(row)) for row in (*rows, *map(list, zip(*rows, strict=True)))), "each takes more"
     assert cost_of("note_change", [x], (x, x, notes))[0] - notes.nbytes == 3 * N
 
 

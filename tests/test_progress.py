@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
+from on_ranks import Call
+from planned_models import cast
 from seams import steps_of
+from test_guidance import guiding
 from tiny_models import FAMILIES, sd3_inpaint_pipeline
-from tiny_pipelines import PIPELINES, TEXT_WIDTH
+from tiny_pipelines import PIPELINES
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import Engine, parallelize
@@ -39,15 +43,14 @@ def quiet(pipe: Any) -> Any:
     return pipe
 
 
+@cache
+def prompts_of(family: str) -> Call:
+    return guiding(family)[1]
+
+
 def generating(family: str, pipe: Any, **more: Any) -> None:
     """Makes an image of 32 x 32 pixels in the pipeline's dtype, guided, with embeddings for prompts."""
-    text = torch.full((1, 3, TEXT_WIDTH), 0.1, dtype=pipe.transformer.dtype)
-    given: dict[str, Any] = {"prompt_embeds": text, "negative_prompt_embeds": -text}
-    given["guidance_scale" if family in ("sd3", "klein") else "true_cfg_scale"] = 3.0
-    extra = {"sd3": ("pooled_{}embeds",), "flux": ("pooled_{}embeds",), "qwen": ("{}embeds_mask",), "klein": ()}[family]
-    for name in (one.format("prompt_") for one in extra):
-        value = torch.ones(1, 3).long() if "mask" in name else torch.zeros(1, 16, dtype=text.dtype)
-        given |= {name: value, f"negative_{name}": value}
+    given = cast(prompts_of(family), pipe.transformer.dtype)
     pipe(**given | {"height": 32, "width": 32, "output_type": "latent"} | more)
 
 

@@ -25,12 +25,6 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 ROWS = [line.split("|")[1:5] for line in PAGE.read_text().splitlines() if line.startswith("| `exchange: ")]
 
 
-def test_the_table_has_the_largest_setting() -> None:
-    settings, lanes, groups, _ = ROWS[-1]
-    assert all(name in settings for name in ("chunks", "ring", "v_major"))
-    assert len(lanes.split(",")) <= 6 and len(groups.split(",")) <= 6
-
-
 @pytest.mark.parametrize(("settings", "lanes", "groups", "over_oneccl"), ROWS, ids=[row[0].strip(" `") for row in ROWS])
 def test_a_rank_has_as_many_as_the_table_says(
     settings: str, lanes: str, groups: str, over_oneccl: str, monkeypatch: pytest.MonkeyPatch

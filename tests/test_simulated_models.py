@@ -7,10 +7,12 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from covering import covering_set
 from seams import kernels_of_parts
 from test_bands import both_ways, random_latents, random_vae
@@ -26,19 +28,8 @@ from cocodiff.engine.engine import parallelize
 from cocodiff.kernels import lossless
 
 STEPS = 3
-HALF: dict[str, Any] = {"schedule": "fixed", "ratio": 0.5, "warmup": 1, "steps": STEPS}
-SELECTIONS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "v_major": {"selection": "v_major", "scoring": "source", **HALF},
-    "by card": {"selection": "v_major", "scoring": "card", "reference": "prev", **HALF},
-    "int8": {"codec": "int8", "predictor": "last"},
-    "int4": {"codec": "int4", "predictor": "taylor"},
-    "int2": {"codec": "int2", "predictor": "taylor"},
-    "lossless": {"codec": "lossless", "predictor": "taylor"},  # of a model in 16 bits
-    "cached": {"step_cache": "first_block", "step_cache_threshold": 0.5},
-    "split": {"weights": "card"},
-    "split among nodes' tiles": {"weights": "node", "step_cache": "first_block", "step_cache_threshold": 0.5},
-}
+VALUES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SELECTIONS: dict[str, dict[str, Any]] = VALUES["selections"]
 # family and calls of a step: without guidance, with both branches in one call, with a call for each
 CALLS = {"unguided": ("sd3", 1, 1), "one call": ("sd3", 1, 2), "two calls": ("flux", 2, 2)}
 AXES = (
@@ -66,28 +57,8 @@ def fits(
     return codec != "by card" or exchange == "tapa"
 
 
-# What comes in chunks has a lane and groups of its own for each part of its way. On three ranks a tile has no sibling.
-FURTHER = [
-    (3, "tapa", "v_first", "whole", "now", 1, 1, "unguided", None),
-    (4, "split", "v_first", "whole", "now", 2, 1, "unguided", None),
-    (4, "split", "v_first", "whole", "now", 2, 2, "unguided", None),
-    (4, "split", "v_first", "int4", "now", 2, 1, "unguided", 2),
-    (4, "split", "v_first", "v_major", "now", 2, 1, "unguided", 2),
-    (4, "split", "v_first", "lossless", "now", 2, 1, "unguided", 2),
-    (3, "tapa", "v_first", "lossless", "displaced", 1, 1, "unguided", None),
-    # Rings of other kinds: of all ranks, on two nodes, beside an exchange.
-    *((3, "flat", "joint", "whole", "now", 1, (3, kind), "unguided", None) for kind in ("token", "streaming")),
-    *((4, "flat", "joint", "whole", "now", 1, (4, kind), "unguided", 2) for kind in ("token", "streaming")),
-    *((4, "tapa", "v_first", "v_major", "now", 1, (2, kind), "two calls", None) for kind in ("token", "streaming")),
-]
+FURTHER, LARGE = ([tuple(case) for case in VALUES[name]] for name in ("further", "large"))
 CASES = [*covering_set(*AXES, fits=fits), *FURTHER]
-LARGE = [
-    (12, "tapa", "v_first", "whole", "now", 1, 2, "unguided", None),
-    (12, "split", "v_first", "v_major", "now", 2, 2, "unguided", 6),
-    (24, "split", "v_first", "int4", "displaced", 1, 2, "two calls", 12),
-    (24, "tapa", "joint", "by card", "now", 1, 2, "two calls", 12),
-]
-
 # What a device's library does with batches, see `on_devices`.
 HABITS: list[dict[str, Any]] = [{}, {"each_alone": True}, {"each_alone": True, "known": True}]
 
@@ -149,7 +120,7 @@ def at_case(case: tuple[Any, ...]) -> Iterator[tuple[int, dict[str, Any], str, i
     size, exchange, order, codec, arrival, chunks, ring, kind, node = case
     family, calls, parts = CALLS[kind]
     settings = {"exchange": exchange, "order": order, "arrival": arrival, "chunks": chunks}
-    settings["ring"], settings["ring_kind"] = ring if isinstance(ring, tuple) else (ring, "keys")
+    settings["ring"], settings["ring_kind"] = ring if isinstance(ring, list) else (ring, "keys")
     model_of(family)  # once, before there are threads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "detect", lambda: Launch(local_size=node))
@@ -214,44 +185,21 @@ def messages_that_nodes_keep(processes: Sequence[Any], node_of: Sequence[int]) -
     return [message for message in spanning if node_of[message.sender] == node_of[message.receiver]]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_the_cpus_bits_and_no_access_without_an_order(simulated, case):
-    check(simulated, case)
+LIBRARIES: dict[str, dict[str, Any]] = VALUES["libraries"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
-def test_no_rank_waits_without_end_in_a_library_that_blocks(simulated, case):
-    """See `simulated_device.ranks`: one batch of a process at a time, whatever the time at which ranks come to it."""
-    check(simulated, case, late=0.004)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
-def test_no_rank_waits_without_end_where_each_message_is_a_group(simulated, case):
-    """torch 2.10 on Intel GPUs: a message's two ends wait for each other before either rank goes on to its next."""
-    check(simulated, case, late=0.002, each_alone=True)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
-def test_a_library_that_is_known_to_make_a_group_of_each_message_has_calls_of_all_ranks(simulated, case):
-    """What all ranks of a group come to is one all-to-all then, rings and gathers too."""
-    check(simulated, case, late=0.002, each_alone=True, known=True)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
-def test_messages_by_the_librarys_own_all_to_all(simulated, case):
-    """A call that not all ranks of its group make would never end."""
-    check(simulated, case, late=0.004, messages="alltoall")
+def test_the_cpus_bits_no_access_without_an_order_and_no_wait_without_end(simulated, case, library):
+    """See `simulated_device.ranks`."""
+    check(simulated, case, **LIBRARIES[library])
 
 
 @pytest.mark.parametrize("library", [{}, {"each_alone": True, "known": True}], ids=["batches", "all-to-alls"])
 def test_where_nodes_are_not_told_apart_bits_are_the_same(simulated, library):
     """And messages of a node go with all others, which is noticed where they should not."""
-    case = (4, "split", "v_first", "whole", "now", 1, (4, "streaming"), "unguided", 2)
+    case = (4, "split", "v_first", "whole", "now", 1, [4, "streaming"], "unguided", 2)
     check(simulated, case, node_of=[], **library)
 
 

@@ -254,16 +254,6 @@ def test_what_is_done_to_weights_inside_the_block_is_done(done, size, split_laye
         assert inside.count(0) in ((split_layers or 3), 0) or done == "another parameter"
 
 
-def test_ranks_that_read_different_blocks_are_told():
-    model = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False)
-
-    def run(own: Any, engine: Any) -> None:
-        own.transformer_blocks[engine.rank].attn.to_q.weight.sum()
-
-    words = "use of the shared weights is 'transformer_blocks.1' instead of 'transformer_blocks.0'"
-    refused(words, model, run=run, weights="card")
-
-
 def test_one_rank_that_reads_alone_is_told():
     """`if rank == 0: pipe.save_pretrained(...)`, while the others call the model."""
     model, inputs = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 4, 3)

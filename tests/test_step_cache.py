@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cocodiff_eval.harness.session import same_bits
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig, _helpers
-from on_ranks import Call, Ran, on_ranks, outputs_of, refused
+from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of, refused
 from planned_models import PLANNED, cast
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.config.config import Config
-from cocodiff.config.errors import PeerLost
 from cocodiff.engine.step_cache import place_of_image
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
@@ -62,18 +59,17 @@ def cached_on(size: int, model: Any, calls: Calls, **settings: Any) -> list[Ran]
     return on_ranks(size, model, *calls, **CACHED | settings)
 
 
-def check_alike(of_ranks: Sequence[Ran], found: Sequence[torch.Tensor], cached: Sequence[float]) -> None:
+def check_decisions(of_ranks: Sequence[Ran], found: Sequence[torch.Tensor], cached: Sequence[float]) -> None:
     """The same bits on all ranks, and these decisions and outputs."""
-    for ran in of_ranks:
-        assert all(map(torch.equal, ran.found, of_ranks[0].found)) and ran.cached() == cached
-    torch.testing.assert_close(list(of_ranks[0].found), list(found), rtol=1e-4, atol=2e-5)
+    check_alike(of_ranks, found, 2e-5, 1e-4)
+    assert all(ran.cached() == cached for ran in of_ranks)
 
 
 def check_one_process(size: int, model: Any, calls: Calls, **settings: Any) -> Ran:
     """Several ranks decide and compute as one, which is returned."""
     threshold = {name: settings[name] for name in ("step_cache_threshold",) if name in settings}
     (one,) = cached_on(1, model, calls, **threshold)
-    check_alike(cached_on(size, model, calls, timeout_s=30.0, **settings), one.found, one.cached())
+    check_decisions(cached_on(size, model, calls, timeout_s=30.0, **settings), one.found, one.cached())
     return one
 
 
@@ -188,17 +184,10 @@ def test_each_part_decides_for_its_half_of_a_batch():
     assert still.cached() == [0, 1, 1, 1] and moved.cached() == [0, 0, 1, 0]
     found = [torch.cat(of) for of in zip(still.found, moved.found, strict=True)]
     of_ranks = cached_on(4, model, calls, guidance_parallel=2, step_cache_threshold=0.1)
-    check_alike(of_ranks, found, [0, 0.5, 1, 0.5])
+    check_decisions(of_ranks, found, [0, 0.5, 1, 0.5])
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------
-
-
-def failing(error: Exception) -> Any:
-    def fail(*_: Any) -> None:
-        raise error
-
-    return fail
 
 
 def test_a_run_after_an_interrupted_one_begins_anew():
@@ -208,29 +197,15 @@ def test_a_run_after_an_interrupted_one_begins_anew():
 
     def run(own: Any, engine: Any) -> list[torch.Tensor]:
         outputs_of(own, calls[0], calls[3], calls[4])  # other decisions
-        handle = own.transformer_blocks[1].register_forward_pre_hook(failing(RuntimeError("enough")))
-        with pytest.raises(RuntimeError, match="enough"):
+        handle = own.transformer_blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             outputs_of(own, *calls[5:])
         handle.remove()
         engine.new_run()
         engine.forget_drift()
         return outputs_of(own, *calls)
 
-    check_alike(on_ranks(4, model, run=run, timeout_s=30.0, **CACHED), one.found, one.cached())
-
-
-def test_a_rank_that_fails_before_the_decision_ends_the_others():
-    model, inputs = family("sd3")
-    calls = moving(inputs, MOVES)
-
-    def run(own: Any, engine: Any) -> None:
-        outputs_of(own, *calls[:2])
-        if engine.rank == 1:
-            own.transformer_blocks[0].register_forward_hook(failing(ValueError("lost its way")))
-        outputs_of(own, *calls[2:])
-
-    with pytest.raises((ValueError, PeerLost), match="lost its way"):
-        on_ranks(4, model, run=run, timeout_s=30.0, **CACHED)
+    check_decisions(on_ranks(4, model, run=run, timeout_s=30.0, **CACHED), one.found, one.cached())
 
 
 # Beside codecs, displacement and V-Major ------------------------------------------------------------------------------
@@ -248,7 +223,7 @@ def test_beside_what_is_sent_in_tensors_place(preset):
     model.to(torch.bfloat16)
     whole, *_ = cached_on(4, model, calls, preset="split")
     found = cached_on(4, model, calls, preset=preset, steps=len(calls))
-    check_alike(found, found[0].found, found[0].cached())
+    check_decisions(found, found[0].found, found[0].cached())
     assert all(any(cached) and not all(cached[1:]) for cached in (whole.cached(), found[0].cached()))
     distance = (torch.stack(found[0].found) - torch.stack(whole.found)).float().norm()
     if preset == "lossless":
@@ -275,12 +250,6 @@ def test_what_it_sends_is_counted_and_small():
     assert cached_on(ranks, model, calls)[0].sent("notes") == decisions * ranks * (ranks - 1) * 2 * 8
 
 
-def test_it_is_lossy_and_does_not_change_other_settings():
-    cached, exact = Config(**CACHED), Config()
-    assert exact.exact and not cached.exact and cached.exact_attention
-    assert not same_bits(cached, exact) and same_bits(Config(step_cache_threshold=0.9), exact)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_it_is_refused_beside_a_cache_of_diffusers(size):
     pipe = PIPELINES["flux"](heads=12)
@@ -289,12 +258,9 @@ def test_it_is_refused_beside_a_cache_of_diffusers(size):
     refused(words, pipe, size=size, run=lambda *_: pytest.fail("entered"), **CACHED)
 
 
-def test_models_of_which_too_little_is_known_are_refused():
-    several = "HunyuanVideo15Transformer3DModel has blocks that return several tensors"
-    case = PLANNED["hunyuan 1.5"]
-    refused(several, case.model(), *moving(case.call(), MOVES), **CACHED)
-    alone = r"SD3Transformer2DModel has 1 block\(s\).*choose step_cache none"
-    refused(alone, FAMILIES["sd3"][0](6, layers=1), size=1, **CACHED)
+def test_models_of_one_block_are_refused():
+    words = r"SD3Transformer2DModel has 1 block\(s\).*choose step_cache none"
+    refused(words, FAMILIES["sd3"][0](6, layers=1), size=1, **CACHED)
 
 
 def test_ranks_in_threads_ask_diffusers_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from cocodiff_studies import network
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,15 +24,11 @@ from cocodiff.topology.links import alltoall_bound, next_hops, wires
 from cocodiff.topology.routes.chunks import chunk_ranks
 from cocodiff.topology.routes.plans import plan_of
 
-WORLDS = [
-    *(("aurora", 12, None), ("aurora", 24, None), ("aurora", 12, 8), ("local-6x2", 24, None)),
-    # A machine of no fixed size takes the launcher's word on nodes; extras are dealt over nodes first.
-    *(("local", 1, None), ("local", 5, None), ("local", 6, 3), ("local", 10, 5)),
-]
+CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 LINKS = {None: ".", "sibling": "s", "plane": "p", "cross_plane": "x", "node": "n"}
 
 
-@pytest.mark.parametrize(("machine", "ranks", "on_node"), WORLDS)
+@pytest.mark.parametrize(("machine", "ranks", "on_node"), CASES["worlds"])
 def test_where_ranks_sit_and_how_they_are_divided(machine, ranks, on_node, snapshot):
     """Each rank's place, NIC and links to all ranks; replicas, which take nodes, and branches of guidance, which take
     nodes or planes; small parts of nodes; chunks by their distance from a rank."""
@@ -80,32 +78,13 @@ def test_more_ranks_than_the_machines_nodes_hold_are_refused():
     assert Topology.build(PAIR, 8).nodes == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tiles": 2, "planes": (0, 1, 0), "cards": 2}, "3 plane entries.*2 tiles of a card.*4 tiles of a node"),
-        ({"tiles": 2, "planes": (0,)}, "1 plane entries"),
-        ({"tiles": 2, "planes": (0, 1, 0, 0), "cards": 2}, r"tiles 2\.\.3 form a card and have planes \[0, 0\]"),
-        ({"tiles": 2, "planes": (1, 2)}, r"one tile in each of the planes 0\.\.1"),
-        ({"tiles": 0, "planes": ()}, "0 tiles"),
-        ({"tiles": 2, "planes": (0, 1), "cards": 0}, "0 cards"),
-    ],
-)
-def test_malformed_machines_are_refused(settings: dict[str, Any], message: str):
+@pytest.mark.parametrize(("settings", "links", "message"), CASES["malformed"])
+def test_malformed_machines_are_refused(settings: dict[str, Any], links: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        Machine("odd", **settings)
+        Machine("odd", **{"tiles": 2, "planes": (0, 1), "cards": 2} | settings, links=Links(**links))
 
 
-@pytest.mark.parametrize(
-    ("device", "links", "lacking"),
-    [
-        ({}, {}, ["its device", "its links"]),
-        ({"bf16_tflop_s": 1.0}, {"nics": 2}, ["its device"]),
-        ({"memory_gb_s": 1.0}, {"nics": 2}, ["its device"]),
-        ({"memory_gb_s": 1.0, "bf16_tflop_s": 1.0}, {}, ["its links"]),
-        ({"memory_gb_s": 1.0, "bf16_tflop_s": 1.0}, {"nics": 2}, []),
-    ],
-)
+@pytest.mark.parametrize(("device", "links", "lacking"), CASES["lacking"])
 def test_rates_that_a_machine_file_does_not_give(device, links, lacking):
     assert Machine("m", 1, (0,), device=Device(**device), links=Links(**links)).missing_rates == lacking
 
@@ -142,19 +121,6 @@ def test_bound_of_one_node_and_of_two():
 def test_nics_that_are_no_data_are_taken_in_turns():
     machine = Machine("turns", tiles=2, planes=(0, 1), cards=2, links=Links(nics=3))
     assert Topology.build(machine, 8).nics == (0, 1, 2, 0, 0, 1, 2, 0)
-
-
-@pytest.mark.parametrize(
-    ("links", "said"),
-    [
-        ({"nics": 2, "nic_of": (0, 2)}, "number the NICs of a node from 0"),
-        ({"plane_gb_s": 0}, "a rate above 0"),
-        ({"nics": 2, "nic_of": (0, 1, 0)}, "NICs of 3 tiles: give one for each of the 4"),
-    ],
-)
-def test_impossible_links_are_named(links, said):
-    with pytest.raises(UserError, match=said):
-        Machine("short", tiles=2, planes=(0, 1), cards=2, links=Links(**links))
 
 
 def test_what_is_expected_of_one_stream_is_its_slowest_links_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""A job of the tests' own has what ours have: replicas, a store, going on, and a bound on quality."""
+"""A job of the tests' own has what ours have: replicas, a store, going on, and a bound on quality whose trials are
+results."""
 
 from __future__ import annotations
 
@@ -8,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cocodiff_eval.harness.job import JobResult, Presets, Trials, run_batches
+from cocodiff_eval.harness.job import JobResult, Trials, run_batches
 from cocodiff_eval.harness.quality import Bound, Quality
 from cocodiff_eval.harness.replicas import Replica
 from toys.job import ERRORS, Squares
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.config import Config
-from cocodiff.config.errors import UserError
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.store import FOLDER, PARTIAL
 
 BOUND = Quality(
     Bound.parse("50dB"), 2, 3, "toy", {}, {name: {} for name in ERRORS}, {name: Config() for name in ERRORS}
@@ -40,9 +39,7 @@ class Counted(Squares):
         return super().make(settings, batch)
 
 
-def run(
-    out: Path, bound: bool = False, ranks: int = 4, replicas: int = 2, most: int = 99, seed: int = 0
-) -> tuple[JobResult, list[tuple[str, int]]]:
+def run(out: Path, ranks: int = 4, replicas: int = 2, most: int = 99) -> tuple[JobResult, list[tuple[str, int]]]:
     """What rank 0 found, and the settings and numbers that were made."""
     output, made = OutputFolder(str(out), overwrite=False, resume=True), []
     output.open()
@@ -50,9 +47,7 @@ def run(
     def work(transport: Any) -> JobResult:
         replica = Replica(transport, "local", replicas)
         job = Counted(replica.leads, made, most)
-        presets = Presets({name: Config() for name in ("fine", "rough")}, "exact")
-        way = Trials(job, BOUND, output.store) if bound else presets
-        return run_batches(job, way, replica, output, lambda: {"seed": seed})
+        return run_batches(job, Trials(job, BOUND, output.store), replica, output, dict)
 
     return run_ranks(ranks, work, timeout_s=60.0)[0], made
 
@@ -62,38 +57,15 @@ def results(done: JobResult) -> list[dict[str, float]]:
     return [{name: float(done.read(0, index, name)) for name in of} for index, of in names.items()]
 
 
-def test_replicas_share_its_batches_and_another_start_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(RuntimeError, match="the machine fails"):
-        run(out, most=9)
-    with pytest.raises(UserError, match=r"other settings \(seed: 0 there, 1 now\)"):
-        run(out, seed=1)
-    kept = OutputFolder(str(out), overwrite=False, resume=True).store.kept()
-    assert kept is not None and 1 <= kept.done < kept.total == 8 and kept.unit == "squares"
-    damaged = min((out / PARTIAL / FOLDER).glob("*.npz"))
-    damaged.write_bytes(damaged.read_bytes()[:-9])
-    capsys.readouterr()
-    done, made = run(out, ranks=2, replicas=1)
-    assert "1 finished batch(es) are damaged or gone" in capsys.readouterr().out
-    assert len(made) == 3 * (9 - kept.done) and {number for _, number in made} >= {int(damaged.stem)}
-    assert results(done) == [{"fine": n**2 + 1e-3, "rough": n**2 + 1e-1} for n in range(8)]
-    assert [(index, row["mode"]) for _, index, row in done.rows] == [
-        (n, m) for n in range(8) for m in ("fine", "rough")
-    ]
-    assert not done.bounds
-
-
 def test_a_bound_on_quality_chooses_its_setting(tmp_path: Path) -> None:
-    done, made = run(tmp_path / "out", bound=True)
+    done, made = run(tmp_path / "out")
     assert done.bounds[0]["setting"] == "fine"
     assert results(done) == [{"toy": n**2 + 1e-3} for n in range(8)]
     assert len(made) == len({*made})  # trials are results
     assert [row["mode"] for *_, row in done.rows] == ["toy"] * 8
-    again, made = run(tmp_path / "out", bound=True, ranks=1, replicas=1)
+    again, made = run(tmp_path / "out", ranks=1, replicas=1)
     assert made == [] and (again.rows, results(again)) == (done.rows, results(done))
     with pytest.raises(RuntimeError, match="the machine fails"):
-        run(tmp_path / "other", bound=True, most=5)
-    other, _ = run(tmp_path / "other", bound=True)
+        run(tmp_path / "other", most=5)
+    other, _ = run(tmp_path / "other")
     assert (other.rows, results(other)) == (done.rows, results(done))

@@ -12,7 +12,7 @@ from toys.setting import ToyConfig
 from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.registry import EXCHANGES, ORDERS, RECORDS, SELECTIONS
+from cocodiff.config.registry import RECORDS
 from cocodiff.jobs.options import parse, preset_configs, with_settings
 
 
@@ -64,19 +64,3 @@ def test_a_setting_is_swept() -> None:
     }
     with pytest.raises(UserError, match="zeal does nothing with order joint: add order: v_first"):
         grid(grid={"zeal": [2]})
-
-
-@pytest.mark.parametrize(("name", "table"), [("exchange", EXCHANGES), ("order", ORDERS), ("selection", SELECTIONS)])
-def test_an_entry_of_a_table_is_a_choice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, table: dict[str, str]
-) -> None:
-    (tmp_path / "run.yaml").write_text(f"{name}: toy\n")
-    for words in (("--config", str(tmp_path / "run.yaml")), (f"--{name}", "toy")):
-        with pytest.raises(UserError, match="toy"):
-            config(*words)
-        with monkeypatch.context() as patch:
-            patch.setitem(table, "toy", "toys.setting:ToyConfig")
-            assert config(*words) == Config.preset("v_first", **{name: "toy"})
-            assert grid(grid={name: ["toy"]}).points[0].config == Config(**{name: "toy"})
-    with pytest.raises(UserError, match=f"unknown {name} 'toy'"):
-        grid(grid={name: ["toy"]})

@@ -22,21 +22,10 @@ from cocodiff.engine.assemble import AttentionWork, build_strategy, mesh_of
 from cocodiff.exchange.codec import StepInfo
 from cocodiff.kernels import Kernels
 from cocodiff.models.adapter import image_and_text
-from cocodiff.planner.automatic import price_meshes
 from cocodiff.topology.layout import Layout
 
 SIZE, SEGMENTS, HEADS, D = 6, image_and_text(31, 5), 7, 8
-WAYS = {
-    "flat": {"exchange": "flat"},
-    "tapa": {"exchange": "tapa"},
-    "split": {"exchange": "split"},
-    "chunks": {"exchange": "split", "chunks": 3},
-    "tapa in chunks": {"exchange": "tapa", "chunks": 2},
-    "ring": {"exchange": "tapa", "ring": 2},
-    "token ring": {"exchange": "tapa", "ring": 3, "ring_kind": "token"},
-    "streaming ring": {"exchange": "tapa", "ring": 3, "ring_kind": "streaming"},
-    "ring and chunks": {"exchange": "split", "ring": 2, "chunks": 2},
-}
+WAYS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -130,17 +119,6 @@ def test_both_are_planned(tmp_path: Path) -> None:
     plain, half, toy = planned(), planned("--selection", "half"), planned("--order", "toy")
     assert half["bytes_per_step"] == {link: count / 2 for link, count in plain["bytes_per_step"].items()}
     assert toy["bytes_per_step"] == plain["bytes_per_step"] and toy["step_s"] != plain["step_s"]
-
-
-def test_a_mesh_is_priced_by_coded_bytes() -> None:
-    """Of the exchange half, of rings all."""
-    topology, work = topology_of("aurora", 24), AttentionWork(12, 64, itemsize=4)
-    full, half = (price_meshes(Config(selection=name), topology, work)[0] for name in ("full", "half"))
-    assert full.mesh == half.mesh and full.mesh.ring == 2 and half.seconds < full.seconds
-    whole, halved = full.sent.bytes, half.sent.bytes
-    rings = {link: 2 * halved[link] - count for link, count in whole.items()}  # what was not halved
-    assert all(0 <= rings[link] <= count for link, count in whole.items()) and sum(rings.values()) > 0
-    assert sum(halved.values()) < sum(whole.values())
 
 
 @pytest.mark.processes

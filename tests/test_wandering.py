@@ -173,20 +173,8 @@ def test_parts_of_guidance_go_on_with_the_same_bits(simulated, family, parts):
 
 def words(folder: Path, out: str, *more: Any) -> list[Any]:
     given = ["--input", folder / "scan.tif", "--steps", 2, "--ranks", 2, "--device", "auto", "--dtype", "fp32"]
-    return [
-        "inpaint",
-        *given,
-        "--preset",
-        "flat",
-        "--replicas",
-        2,
-        "--batch",
-        1,
-        "--out",
-        folder / out,
-        "--quiet",
-        *more,
-    ]
+    given += ["--preset", "flat", "--replicas", 2, "--batch", 1, "--out", folder / out, "--quiet"]
+    return ["inpaint", *given, *more]
 
 
 def finished(folder: Path, out: str, *more: Any) -> tuple[np.ndarray, list[str]]:
@@ -205,9 +193,8 @@ def test_a_job_of_replicas_goes_on_after_a_kill_and_says_whether_its_bits_repeat
 ):
     """To the same bits where the flag is obeyed, and near them where it is not."""
     monkeypatch.setenv("WANDERING", wandering)
-    tifffile.imwrite(
-        tmp_path / "scan.tif", np.random.default_rng(0).random((8, 64, 64), np.float32), photometric="minisblack"
-    )
+    volume = np.random.default_rng(0).random((8, 64, 64), np.float32)
+    tifffile.imwrite(tmp_path / "scan.tif", volume, photometric="minisblack")
     whole, said = finished(tmp_path, "whole")
     store = Store(tmp_path / "killed" / PARTIAL)
     process = Started(words(tmp_path, "killed"), tmp_path / "log", module="simulated_device.command")
