@@ -153,6 +153,11 @@ def test_an_exact_run_imports_the_library_alone(tmp_path):
     assert sum(len(code_lines(files[name])) for name in imported) <= 5600
 
 
+def test_no_two_classes_have_one_name():
+    names = [node.name for _, node in nodes(ast.ClassDef)]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.name == "__init__.py"], ids=module_name)
 def test_packages_say_what_they_are_for_and_name_modules_that_are_there(path):
     """Lower-case names in a package's docstring are modules of its own, or begin a path from the top."""

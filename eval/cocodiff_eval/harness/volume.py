@@ -509,7 +509,8 @@ class Evidence:
 
         For each block of voxels the errors are those with weights learnt from other blocks. They are NaN where the
         model restored nothing, unless its weight is 0. If the model is far behind, or the mean gains too little to be
-        clear, a member that is not near the best one gets the weight 0.
+        clear, a member that is not near the best one gets the weight 0. The model alone is taken only where it is
+        clearly better: else its plain mean with the others if that errs less, which learns no weight, or these alone.
 
         Args:
             simple_P: errors of the mean of methods without a model.
@@ -524,6 +525,9 @@ class Evidence:
             mean_P = (shares_2P * both_2P[:, at_P]).sum(axis=0)
             if not near_best(*products_in_blocks(np.stack([simple_P[at_P], mean_P]), block_P), CLEAR)[0]:
                 break
+        if share > 1 - LEAST_WEIGHT and near_best(*products_in_blocks(both_2P[:, at_P], block_P))[0]:
+            mean_P = both_2P[:, at_P].mean(axis=0)
+            share = 0.5 * (np.square(mean_P).sum() < of_model)
         if share < LEAST_WEIGHT or share > 1 - LEAST_WEIGHT:
             return round(share), both_2P[round(share)]
         error_P = np.full(at_P.shape, np.nan)
