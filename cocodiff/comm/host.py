@@ -10,13 +10,14 @@ On a CPU tensors take the same way without pinned memory, so the tests of the ot
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, LandingMessages, LaneOwner, Messages, Pending, not_empty
-from cocodiff.kernels.device import StreamMark, used_on_current_stream
+from cocodiff.kernels.device import StreamMark
 
 ALIGNED = 64  # bytes; messages of a call begin at multiples of it in their common buffer
 THROUGH_HOST = "host memory"  # name of the carrier, for messages to the user
@@ -50,32 +51,20 @@ class Staged(NamedTuple):
         return [cls(x, part[: x.nbytes], peer) for (x, peer), part in zip(messages, parts, strict=True)]
 
 
-class HostPending(LandingMessages):
-    """The messages of one call in flight, for tensors of a device whose messages pass through host memory.
+def _land(posted: StreamMark, sent: Pending | None, received: list[tuple[Staged, Pending]]) -> None:
+    """Wait for the messages of one call, and start to copy what was received to the device, on the current stream.
 
-    The first `wait` blocks its thread until they have arrived and copies them.
+    Args:
+        posted: until here the memory to receive into may be in use.
+        sent: the sent messages in flight; None if nothing is sent.
+        received: the tensors that are received, each with its message in flight.
     """
-
-    def __init__(self, device: torch.device, sent: Pending | None, received: list[tuple[Staged, Pending]]) -> None:
-        """Hold messages.
-
-        Args:
-            sent: the sent messages in flight; None if nothing is sent.
-            received: the tensors that are received, each with its message in flight.
-        """
-        super().__init__(device, [staged.tensor for staged, _ in received], self._finish)
-        self._sent, self._received = sent, received
-        self._posted = StreamMark(device)  # until here the memory to receive into may be in use
-
-    def _finish(self) -> None:
-        """Wait for the messages and copy received ones to the device."""
-        self._posted.wait()
-        for staged, transfer in self._received:
-            transfer.wait()
-            _bits(used_on_current_stream(staged.tensor)).copy_(staged.host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.wait()
-        self._received, self._sent = [], None
+    posted.wait()
+    for staged, transfer in received:
+        transfer.wait()
+        _bits(staged.tensor).copy_(staged.host, non_blocking=True)
+    if sent is not None:
+        sent.wait()
 
 
 class HostGroup(Group):
@@ -92,9 +81,8 @@ class HostGroup(Group):
 
     def send_recv(self, sends: Messages, recvs: Messages) -> Pending:
         sends, recvs = not_empty(sends), not_empty(recvs)
-        received = [
-            (one, self._group.send_recv([], [(one.host, one.peer)])) for one in Staged.all_of(recvs, self._device)
-        ]
+        coming = Staged.all_of(recvs, self._device) if recvs else []
+        received = [(one, self._group.send_recv([], [(one.host, one.peer)])) for one in coming]
         sent = None
         if sends:
             leaving = Staged.all_of(sends, self._device)
@@ -102,7 +90,8 @@ class HostGroup(Group):
                 one.host.copy_(_bits(one.tensor), non_blocking=True)
             StreamMark(self._device).wait_on_host()
             sent = self._group.send_recv([(one.host, one.peer) for one in leaving], [])
-        return HostPending(self._device, sent, received)
+        tensors = [one.tensor for one in coming]
+        return LandingMessages(self._device, tensors, partial(_land, StreamMark(self._device), sent, received))
 
     def barrier(self) -> None:
         self._group.barrier()

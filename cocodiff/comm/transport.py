@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -86,11 +87,13 @@ class LandingMessages:
 
     def wait(self) -> None:
         with self._lock:
-            if self._landed is None:
+            landed = self._landed
+            if landed is None:
                 self._land()
                 self._landed = StreamMark(self._device)
                 del self._land  # which may hold buffers
-        self._landed.wait()
+        if landed is not None:
+            landed.wait()
         used_on_current_stream(self._on_device)
 
 
@@ -534,8 +537,12 @@ class LaneFuture(Generic[T]):
 
     def wait(self) -> T:
         """Wait for the job and return its result. Raise what the job raised, or PeerLost if a rank was lost."""
-        while not self._future.done() and not wait([self._future], CHECK_S).done:
-            self._health.still_waiting()
+        while True:
+            try:
+                self._future.exception(CHECK_S)
+                break
+            except FutureTimeout:  # the job's own error is returned by `exception`, and raised below
+                self._health.still_waiting()
         try:
             handed = self._future.result()
         except Exception:

@@ -18,8 +18,6 @@ from cocodiff.config.errors import UserError
 
 MIB = 2**20
 SETTINGS_BYTES = 16 * MIB  # far more than any settings file or model configuration holds
-# Whether a path exists, and is a folder. Unlike Path's methods they are False for a name that no file can have.
-is_there, is_folder = os.path.exists, os.path.isdir
 # words for the file types that are refused, by the type bits of `st_mode`
 KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -28,6 +26,19 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a directory",
 }
+
+
+def is_there(path: str | Path) -> bool:
+    """Return True if a path exists. A name that no file can have, for instance one that is too long, gives False."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return True if a path exists and is a folder. A name that no file can have gives False."""
+    return is_there(path) and Path(path).is_dir()
 
 
 def irregular(path: str | Path) -> str:

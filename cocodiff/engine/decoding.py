@@ -435,7 +435,7 @@ class Bands(TorchFunctionMode):
             x = F.pad(x, (0, 0, 1, 1) if self._axis == -2 else (1, 1, 0, 0))
             padding[self._axis] = 0
         self._take_edges(x, weight, stride)
-        convolve = F.conv2d if x.ndim == 4 else F.conv3d
+        convolve = F.conv2d if weight.ndim == 4 else F.conv3d
         return convolve(x, weight, bias, stride, padding, *more)
 
     def _take_edges(self, x: Tensor, weight: Tensor, stride: Sequence[int]) -> None:

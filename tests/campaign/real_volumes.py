@@ -100,6 +100,13 @@ def balls(shape: Shape, count: int, radius: float) -> np.ndarray:
     return np.any([np.linalg.norm(places - middle, axis=-1) < radius for middle in middles], axis=0)
 
 
+def columns(shape: Shape, *discs: tuple[float, float, float]) -> np.ndarray:
+    """Return a mask of discs in every slice: row, column and radius of each."""
+    y, x = np.indices(shape[1:])
+    disc_YX = np.any([np.hypot(y - row, x - column) < radius for row, column, radius in discs], axis=0)
+    return np.broadcast_to(disc_YX, shape)
+
+
 def specks(shape: Shape, count: int) -> np.ndarray:
     """Return a mask of squares of 2 x 2 pixels at random places, as zingers are."""
     random, mask = np.random.default_rng(5), np.zeros(shape, bool)
@@ -114,7 +121,9 @@ def scratch(shape: Shape) -> np.ndarray:
     return (np.abs(x - 0.5 * shape[1] - 20 * np.sin(y / 19)) < 2.5) & (y > 9) & (y < shape[0] - 9)
 
 
-MASKS: dict[str, Callable[..., np.ndarray]] = {mask.__name__: mask for mask in (boxes, rings, balls, specks, scratch)}
+MASKS: dict[str, Callable[..., np.ndarray]] = {
+    mask.__name__: mask for mask in (boxes, rings, balls, columns, specks, scratch)
+}
 MASKS["blocks"] = partial(block_mask, seed=0)
 
 

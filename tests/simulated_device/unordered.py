@@ -4,9 +4,13 @@ variable UNORDERED names what is left out. For tests of what notices."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+
+import torch
 
 from cocodiff.comm import host
-from cocodiff.comm.host import HostPending, StreamMark
+from cocodiff.comm.transport import LandingMessages
+from cocodiff.kernels.device import StreamMark
 from simulated_device import command
 
 
@@ -17,13 +21,16 @@ class Unnoticed(StreamMark):
         return
 
 
-class Overtaking(HostPending):
+class Overtaking(LandingMessages):
     """Messages whose `wait` copies them on a stream of its own, and does not order the caller's behind it."""
 
-    def _finish(self) -> None:
-        module = host.torch.get_device_module(self._device)
-        with module.stream(module.Stream(device=self._device)):
-            super()._finish()
+    def __init__(self, device: torch.device, received: list[torch.Tensor], land: Callable[[], object]) -> None:
+        def overtaking() -> None:
+            module = torch.get_device_module(device)
+            with module.stream(module.Stream(device=device)):
+                land()
+
+        super().__init__(device, received, overtaking)
 
 
 def main() -> int:
@@ -31,5 +38,5 @@ def main() -> int:
     if kind == "send":
         host.StreamMark = Unnoticed  # type: ignore[misc]
     else:
-        host.HostPending = Overtaking  # type: ignore[misc]
+        host.LandingMessages = Overtaking  # type: ignore[misc]
     return command.main()
