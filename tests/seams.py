@@ -123,6 +123,11 @@ def bytes_held_of_parts(engine: Any) -> list[int]:
     return [ranks.strategy.codec.bytes_held() for ranks in engine._guided.sequences]
 
 
+def messages_kept_of_parts(engine: Any) -> int:
+    """Count the messages between an engine's parts of guidance that it still holds, with their tensors."""
+    return len(engine._guided._parts._awaited) + len(engine._guided._parts._sent)
+
+
 def step_caches_of(engine: Any) -> Any:
     """Give the step caches that an engine attaches to its model on entering."""
     return engine._caches

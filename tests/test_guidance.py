@@ -12,7 +12,7 @@ from covering import all_but
 from exactness import Case
 from on_ranks import Call, Ran, check_alike, on_ranks, outputs_of
 from planned_models import cast
-from seams import bytes_held_of_parts, end_guidance_of, step_caches_of
+from seams import bytes_held_of_parts, end_guidance_of, messages_kept_of_parts, step_caches_of
 from test_adapted_pipelines import guided, latents
 from test_engine_checks import BROADCAST
 from test_engine_pipelines import inpainting, restored
@@ -300,6 +300,18 @@ def test_a_result_that_nobody_asks_for():
         return outputs
 
     check_loop(2, FAMILIES["qwen"][0](6), steps, plain=run)
+
+
+def test_messages_between_parts_are_given_back_from_image_to_image():
+    def run(own: Any, engine: Any) -> list[int]:
+        kept = []
+        for _ in range(3):
+            looped(own, calls_of("qwen", 2, 2, 2))
+            kept.append(messages_kept_of_parts(engine))
+        return kept
+
+    for ran in on_ranks(2, FAMILIES["qwen"][0](6), run=run, guidance_parallel=2, steps=3):
+        assert len({*ran.found}) == 1, ran.found
 
 
 def test_an_engine_that_was_left_keeps_nothing_of_a_part_nor_of_all_ranks(recwarn):

@@ -200,6 +200,7 @@ def check_parts_go_their_own_ways(whole: Transport, part: Transport) -> None:
     check_objects(whole)
     part.close()
     of_part = SubTransport(part, [part.rank])
+    assert (of_part.run_ranks, of_part.run_size) == ((part.run_ranks[part.rank],), whole.run_size)
     assert part.closed and of_part.closed and not whole.closed
     assert whole.broadcast_value(whole.rank) == 0
 

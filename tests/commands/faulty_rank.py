@@ -14,6 +14,7 @@ from typing import Any
 from cocodiff.comm.launch import detect
 from cocodiff.comm.presence import Presence
 from cocodiff.config.config import Config
+from cocodiff.jobs import ranks
 from cocodiff.jobs.ranks import run_ranks
 from cocodiff.jobs.terminal import quiet_libraries
 
@@ -60,8 +61,9 @@ def end_oddly(fault: str, transport: Any) -> None:
     if fault in ("last", "lingers") and transport.rank == 1:
         time.sleep(600)
     if fault == "pauses" and transport.rank == 1:
-        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+        subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3.0)  # longer than a rank may be stopped
     if fault in ("noisy", "aborts"):
         os.write(2, b"a library's line\n")
     if fault == "noisy":
@@ -114,7 +116,10 @@ def main() -> int:
         seams.connect_ranks_by(not_met)
     settings = {"steps": "20" if fault != "settings" or launch.rank == 0 else "50"}
     start_s = 3.0 if fault == "alone" else 600.0
-    config = Config(transport=transport, timeout_s=5.0, stall_timeout_s=4.0, start_timeout_s=start_s)
+    limits = {"timeout_s": 5.0, "stall_timeout_s": 4.0, "start_timeout_s": start_s}
+    if fault == "pauses":
+        ranks.GRACE_S, limits = 0.3, limits | {"timeout_s": 2.0, "stall_timeout_s": 20.0}
+    config = Config(transport=transport, **limits)
     return run_ranks(3 if forked else None, launch, config, settings, lambda opened: work(fault, opened))
 
 

@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from campaign.strikes import ADDS, REMOVES, watch_operations
 from covering import thorough
 
+from cocodiff.cli.main import main
 from cocodiff.config.errors import OwnRankError, UserError
 from cocodiff.jobs.folder import LOCK, MANIFEST, Manifest, OutputFolder, shown
 from cocodiff.jobs.record import MARK, beside_the_record, write_settings
@@ -433,6 +435,19 @@ def test_inputs_are_not_replaced_by_the_results_they_lead_to(tmp_path: Path, mon
     for path in ("out/images/a.png", "out/../out/images/a.png:/data", "out/images", "out/images/*.png", within):
         with pytest.raises(UserError, match="among the results in --out out, which --overwrite would replace"):
             folder.keep_apart([path])
+
+
+@pytest.mark.parametrize("option", ["input", "mask", "truth"])
+def test_a_file_of_the_users_among_earlier_results_stays(option: str, tmp_path: Path) -> None:
+    files = {name: tmp_path / name / "own.tif" for name in ("input", "mask", "truth")}
+    for file in files.values():
+        file.parent.mkdir()
+        tifffile.imwrite(file, np.repeat(np.uint8([0, 255, 0]), 32 * 96).reshape(96, 96), photometric="minisblack")
+    out, before = files[option].parent, files[option].read_bytes()
+    Manifest("", ["own.tif"]).write(out)
+    words = [f"--{name}={file}" for name, file in files.items()]
+    assert main(["inpaint", *words, f"--out={out}", "--overwrite", "--steps=1", "--quiet"]) == 2
+    assert files[option].read_bytes() == before
 
 
 # Where results may go -------------------------------------------------------------------------------------------------

@@ -54,6 +54,13 @@ def test_the_trial_of_a_kind_of_link_sends_over_these_links_alone(machine: str, 
     assert ("nic" in of_ranks[0]) == (topology.nodes > 1)
 
 
+def test_of_a_large_plane_a_rank_tries_few_links() -> None:
+    of_ranks = [trials.linked(topology_of("local", 40), rank)["plane"] for rank in range(40)]
+    sent = {(a, b) for a, (to, _) in enumerate(of_ranks) for b in to}
+    assert sent == {(a, b) for b, (_, come) in enumerate(of_ranks) for a in come}
+    assert len(sent) == 40 * trials.MOST_LINKED < 40 * 39
+
+
 @pytest.mark.parametrize("size", [2, 12, 96, 768, 7680])
 def test_bytes_of_a_rank_are_bounded_whatever_the_number_of_ranks(size: int) -> None:
     peers = len(trials.peers_of(0, size))

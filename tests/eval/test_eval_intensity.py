@@ -42,6 +42,15 @@ def test_filling_keeps_the_known_and_stays_between_them(rows: int, columns: int,
     assert filled_YX.tobytes() == intensity.fill_from_outside(image_YX, mask_YX).tobytes()
 
 
+def test_percentiles_are_of_a_sample_of_the_whole_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of slices with more voxels than a sample has: the lower half of this one is ten times as bright."""
+    monkeypatch.setattr(intensity, "SAMPLED", 512)
+    image_YX = np.random.default_rng(0).integers(0, 100, (80, 80)).astype(np.uint16)
+    image_YX[40:] += 1000
+    found = intensity_range(*save(tmp_path, image_YX))
+    assert found.low < 100 and found.high > 1000 and found.beyond == 0
+
+
 def test_filling_continues_a_slope() -> None:
     slope_YX = np.tile(np.arange(64.0), (64, 1))
     mask_YX = center_mask((64, 64))
