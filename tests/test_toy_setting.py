@@ -43,13 +43,13 @@ def test_a_setting_has_a_flag_with_help_a_key_and_checks(tmp_path: Path, capsys:
     assert config("--config", str(tmp_path / "run.yaml")) == ToyConfig.preset("v_first", zeal=4)
     (tmp_path / "run.yaml").write_text("zeal: much\n")
     for words, said in (
-        (("--zeal", "0"), "zeal is 0: give a whole number of at least 1"),
-        (("--zael", "1"), "did you mean zeal?"),
+        (("--zeal", "0"), "zeal is 0"),
+        (("--zael", "1"), "zael.*zeal"),
         (("--config", str(tmp_path / "run.yaml")), "zeal: 'much' is not of type int"),
     ):
         with pytest.raises(UserError, match=said):
             config(*words)
-    with pytest.raises(UserError, match="zeal is 'much': give a whole number of at least 1"):
+    with pytest.raises(UserError, match="zeal is 'much'"):
         ToyConfig(zeal="much")  # type: ignore[arg-type]
 
 

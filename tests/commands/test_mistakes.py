@@ -115,7 +115,7 @@ ODD_NAMES = [
 def cases() -> Iterator[tuple[str, str]]:
     """Yield each command with a mistake, and what the line of its refusal has."""
     for line, names in COUNTS.items():
-        yield from ((f"{line} --{name} 0", f"--{name} 0: at least 1") for name in names.split())
+        yield from ((f"{line} --{name} 0", f"--{name} 0") for name in names.split())
     yield from ODD_NAMES
     for line in Path(__file__).with_name("mistakes.txt").read_text().splitlines():
         command, arrow, values = line.partition(" -> ")

@@ -160,7 +160,7 @@ def test_auto_needs_a_table_of_the_machine(tmp_path):
     for text, said in (
         ("local: {1: [[1, tapa]]}", "end with no limit"),
         ("local: {1: [[2, tapa], [1, flat], [null, split]]}", "must ascend"),
-        ("local: {1: [[null, tappa]]}", "did you mean tapa?"),
+        ("local: {1: [[null, tappa]]}", "tappa.*tapa"),
         ("local: [1]", "not a table"),
     ):
         path.write_text(text)

@@ -114,7 +114,7 @@ def test_other_files_are_read_only_where_that_is_allowed(make: Callable[..., str
     other = Path("part1.raw" if ("external" in kind and kind[:8] != "external") or "storage" in kind else "part1.h5")
     stack = assert_bits(open_stack(path, follow_links=True), expected)
     assert_bits(open_truth(path, stack, follow_links=True), expected)
-    with pytest.raises(UserError, match="threshold it"):  # its values were read
+    with pytest.raises(UserError, match="two values"):  # its values were read
         make_mask(path, stack, follow_links=True)
     for refused in (open_stack, partial(open_truth, stack=stack), partial(make_mask, stack=stack)):
         with pytest.raises(UserError, match=r"in\.h5: .* another file, .*\.(h5|raw); .* --follow-links"):
@@ -155,7 +155,7 @@ def test_what_is_not_kept_of_a_file_of_very_many_objects_is_said(
         hdf5.write_hdf5(NewVolume(Path("new.h5"), (1, 20, 20), stack.dtype, 2, stack.read, stack.metadata))
         with h5py.File("new.h5") as new:
             assert set(new) == {"a"} | kept
-        assert caplog.messages == ["in.h5: has more than 5 objects; of those behind them nothing is kept"][: most == 4]
+        assert ["in.h5: " in line and " 5 objects" in line for line in caplog.messages] == [True][: most == 4]
 
 
 def test_numbers_and_signs_in_names_of_sources(make: Callable[..., str]) -> None:

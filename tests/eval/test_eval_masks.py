@@ -85,17 +85,17 @@ def _levels() -> np.ndarray:
 
 
 MISTAKES = {
-    "another shape": (np.zeros((40, 51), np.uint8), r"the mask has shape 40 x 51 but .* has 3 x 40 x 52; give a mask"),
+    "another shape": (np.zeros((40, 51), np.uint8), r"the mask has shape 40 x 51 but .* has 3 x 40 x 52"),
     "another depth": (np.zeros((2, 40, 52), np.uint8), r"the mask has shape 2 x 40 x 52 but .* has 3 x 40 x 52"),
-    "empty": (np.zeros((40, 52), np.uint8), "the mask is empty, all values are 0; mark the voxels"),
-    "full": (np.ones((40, 52), np.uint8), "all voxels are masked, nothing is left.*0 must mark the voxels to keep"),
+    "empty": (np.zeros((40, 52), np.uint8), "the mask is empty"),
+    "full": (np.ones((40, 52), np.uint8), "all voxels are masked"),
     "full, two values": (np.where(np.eye(40, 52) > 0, 1, 255).astype(np.uint8), "all voxels are masked"),
     "one full slice": (
         np.stack([_levels() * 0, _levels() * 0 + 1, _levels() * 0]),
-        "every slice with masked voxels is wholly masked, nothing",
+        "every slice with masked voxels is wholly masked",
     ),
     "another value in each slice": (np.stack([_levels() // 255 * n for n in (1, 2, 3)]), r"at least 3 \(0, 1, 2"),
-    "grey levels": (_levels(), r"two values .* at least 5 \(0, 17, 90, 200, \.\.\.\): threshold it"),
+    "grey levels": (_levels(), r"two values .* at least 5 \(0, 17, 90, 200, \.\.\.\)"),
 }
 
 
@@ -130,7 +130,7 @@ def test_a_mask_of_nearly_all_voxels_is_refused_unless_it_is_meant(tmp_path: Pat
     assert make_mask(f"{tmp_path}/most.tif", stack).read(0).mean() == 0.95
     mask[1, 3] = 1
     tifffile.imwrite(tmp_path / "mask.tif", mask, photometric="minisblack")
-    with pytest.raises(UserError, match=r"95.0% of the voxels are masked: .*--invert=true .*--invert=false"):
+    with pytest.raises(UserError, match=r"95.0% of the voxels are masked.*--invert=true .*--invert=false"):
         make_mask(f"{tmp_path}/mask.tif", stack)
     for invert in (True, False):
         assert np.array_equal(make_mask(f"{tmp_path}/mask.tif", stack, invert=invert).read(0), (mask != 0) != invert)

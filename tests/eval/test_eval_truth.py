@@ -137,12 +137,15 @@ def test_a_mask_with_other_voxels_is_told(tmp_path: Path, per_cm: float | None) 
     stack = open_stack(saved(tmp_path / "scan.tif", SCAN, 10000))
     path = saved(tmp_path / "holes.tif", HOLES, per_cm)
     sides = f"1 x {10000 / (per_cm or 1):.4g}"
-    line = f"{path}: voxels of {sides} micrometer, and {stack.path} of 1 x 1: it may be of another scan"
     mask, told = make_mask(path, stack), per_cm in (20000, 9600)
-    assert list(mask.remarks) == [line] * told
+
+    def tells(line: str) -> bool:
+        return line.startswith(path) and all(word in line for word in (f" {sides} micrometer", stack.path, " 1 x 1"))
+
+    assert [*map(tells, mask.remarks)] == [True] * told
     path = saved(tmp_path / "truth.tif", SCAN, per_cm)
     truth = compare_truth(open_truth(path, stack), stack, mask, intensity_range(stack, mask))
-    assert list(truth.metadata.remarks) == [line.replace("holes.tif", "truth.tif")] * told
+    assert [*map(tells, truth.metadata.remarks)] == [True] * told
 
 
 @pytest.mark.parametrize(("changes", "word"), CASES["another scan"].values(), ids=CASES["another scan"])
@@ -151,10 +154,9 @@ def test_a_sequence_of_two_scans_is_told(tmp_path: Path, changes: dict[str, Any]
     for number, image_YX in enumerate(SCAN[:6]):
         more = about | {"description": f"tooth, slice {number}"} | (changes if number >= 3 else {})
         saved(tmp_path / f"recon_{number:02}.tif", image_YX, metadata=None, **more)
-    found = [one for one in open_volume(str(tmp_path)).metadata.remarks if "two scans" in one]
     first, other = (str(tmp_path / f"recon_{number:02}.tif") for number in (0, 3))
-    line = f"{other}: another {word} than {first} has: they may be slices of two scans"
-    assert found == ([line] if word else [])
+    found = [one for one in open_volume(str(tmp_path)).metadata.remarks if other in one]
+    assert len(found) == bool(word) and all(f" {word} " in one and first in one for one in found)
 
 
 @pytest.mark.parametrize(("before", "after", "distance", "loss"), [

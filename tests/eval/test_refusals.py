@@ -120,13 +120,13 @@ LARGE, CUT_SHORT = voxels((4, 64, 64)), r"scan\.tif: .*(cannot be read|damaged T
 TILES = {"tile": (16, 16), "compression": "zlib"}
 SUFFIXES = (".tif", ".png", ".h5", ".npy", ".mrc")
 MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "missing": (lambda d: str(d / "no.tif"), r"no\.tif: no such file; check the path"),
-    "directory": (lambda d: str(d), r"is a directory; name the files in it, e\.g\. .*\*\.png"),
+    "missing": (lambda d: str(d / "no.tif"), r"no\.tif: no such file"),
+    "directory": (lambda d: str(d), r"is a directory.*\*\.png"),
     # PNG
     "short png": (lambda d: cut(write_png(d, voxels((64, 64), "uint8")), 2000), "not a readable PNG"),
-    "colour png": (lambda d: write_png(d, COLOUR), "a colour image whose channels differ; save it as grey"),
+    "colour png": (lambda d: write_png(d, COLOUR), "a colour image whose channels differ"),
     "transparent png": (lambda d: write_png(d, np.full((20, 20, 4), 9, "u1")), "transparent pixels"),
-    "16-bit colour png": (lambda d: png(d / "a.png", 20, 16, 2, bytes(2420)), "a 16-bit colour PNG; save it as 16-bit"),
+    "16-bit colour png": (lambda d: png(d / "a.png", 20, 16, 2, bytes(2420)), "a 16-bit colour PNG"),
     "1-bit png": (lambda d: write_png(d, COLOUR[..., 0] > 90), "boolean values.*--mask"),
     # TIFF
     "colour tiff": (lambda d: write_pages(d, [COLOUR], photometric="rgb"), "a colour image whose channels differ"),
@@ -135,7 +135,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "transparent tiff": (lambda d: write_pages(d, [CLEAR], **RGBA), "transparent"),
     "complex": (lambda d: write_pages(d, [np.zeros((20, 20), "c8")]), r"complex values \(complex64\)"),
     "4-D tiff": (lambda d: write_tiff(d, np.zeros((2, 2, 20, 20), "u1"), axes="qqyx"), "4 dimensions 2 x 2 x 20 x 20"),
-    "small": (lambda d: write_pages(d, [np.zeros((12, 300), "u1")]), r"slices of 12 x 300 .*at least 16 x 16"),
+    "small": (lambda d: write_pages(d, [np.zeros((12, 300), "u1")]), r"slices of 12 x 300 .*16 x 16"),
     "shapes": (lambda d: write_pages(d, [ANOTHER, np.zeros((30, 20), "u2")]), r"dtypes \(20 x 20, 30 x 20\)"),
     "pages of two whites": (lambda d: write_pages(d, [ANOTHER, ANOTHER], white=[1]), "MINISBLACK, MINISWHITE"),
     **{
@@ -258,7 +258,7 @@ def test_mistakes_of_sequences_and_stores(tmp_path: Path) -> None:
     (folder / "recon_010.tiff").rename(folder / "flat_1.tiff")
     check_refused(str(folder), r"flat_1\.tiff has another name than recon_\*\.tiff")
     assert open_stack(f"{folder}/recon_*.tiff").name == "recon"
-    check_refused(f"{folder}/dark_*.tif", "no name fits this pattern")
+    check_refused(f"{folder}/dark_*.tif", r"dark_\*\.tif")
     store = write_zarr(tmp_path, voxels())
     root = zarr.open_group(store, mode="a")
     root.create_group("labels")
