@@ -16,6 +16,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 import torch
+from tables import beside
 from tiny_models import FAMILIES
 from tiny_pipelines import TEXT_WIDTH, flux_pipeline
 from warm_ranks import warm_mpiexec
@@ -66,17 +67,7 @@ class Case:
         return ""
 
 
-CASES = {
-    "one image more": Case(("image 3",), ("image 3",) * 2),
-    "one image less": Case(("image 3",) * 2, ("image 3",)),
-    "asks alone": Case(("image 3",), ("image 3 bytes 1",)),
-    "interrupted": Case(("image 3",), ("image 3 interrupt 1",)),
-    "caught between calls": Case(("image 3",) * 2, ("image 3 raise 1",) * 2, "own"),
-    "caught in a call": Case(("image 3",) * 2, ("broken 3", "image 3"), "own"),
-    "another order": Case(("image 3", "drift"), ("drift", "image 3")),
-    "new run": Case(("image 3",), ("image 3 new_run 1",)),
-    "barrier": Case(("image 3",) * 2, ("image 3", "barrier", "image 3")),
-}
+CASES = {name: Case(*calls) for name, calls in beside(__file__).items()}
 
 
 def make_call(pipe: Any, engine: Any, call: str, guided: bool) -> None:

@@ -14,6 +14,7 @@ from exactness import Case
 from on_ranks import ORDERS, Call, check_exact, on_ranks, refused
 from peft import LoraConfig
 from planned_models import PLANNED
+from tables import beside
 from tiny_models import FAMILIES, flux_transformer, sd3_transformer
 from torch import nn
 
@@ -103,14 +104,7 @@ def residuals(tokens: int = 35, batch: int = 2, **numbers: int) -> Call:
     return {name: list(noise(count, batch, tokens, WIDTH)) for name, count in numbers.items()}
 
 
-CONTROLS: dict[str, tuple[Call, dict[str, int]]] = {
-    "sd3": ({"layers": 4}, {"block_controlnet_hidden_states": 2}),
-    "flux": (
-        {"num_layers": 3, "num_single_layers": 2},
-        {"controlnet_block_samples": 2, "controlnet_single_block_samples": 1},
-    ),
-    "qwen": ({}, {"controlnet_block_samples": 2}),
-}
+CONTROLS: dict[str, tuple[Call, dict[str, int]]] = beside(__file__)
 
 
 def controlled(family: str) -> Hung:

@@ -18,6 +18,7 @@ import tifffile
 import zarr
 from launching import run
 from PIL import Image
+from tables import beside
 
 from cocodiff.cli.doctor.facts import OPTIONAL, REQUIRED, unimported
 from cocodiff.config.packages import REMEDIES, TAKEN_UP, failed_import, remedy_of
@@ -97,20 +98,7 @@ def test_a_format_works_where_all_that_it_does_not_need_is_broken(file, needs, b
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("package", "file", "more"),
-    [
-        ("h5py", "x.h5", ()),
-        ("h5py", "x.tif", ("--format", "h5")),
-        ("zarr", "x.zarr", ()),
-        ("zarr", "x.tif", ("--format", "zarr")),
-        ("numcodecs", "x.zarr", ()),
-        ("mrcfile", "x.mrc", ()),
-        ("tifffile", "x.tif", ()),
-        ("tifffile", "x.png", ()),  # whose results are TIFF
-        ("PIL", "x.png", ()),
-    ],
-)
+@pytest.mark.parametrize(("package", "file", "more"), beside(__file__))
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_format_whose_package_is_broken_is_refused_in_one_line(package, file, more, error, broken, files):

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from tables import beside
 
 from cocodiff.comm.launch import Launch
 from cocodiff.jobs.ranks import settle
@@ -35,25 +36,12 @@ class Kernel:
         self.masks[process] = {*wanted} & self.granted
 
 
-NODE, CONTAINER, SOCKET = range(208), range(16), range(104)
+NODE, WORLDS = range(208), beside(__file__)
 
 
-@pytest.mark.parametrize(
-    ("own", "granted", "launcher", "ranks", "launched", "share"),
-    [
-        pytest.param(range(4, 8), 208, NODE, 12, True, 4, id="bound to four"),
-        pytest.param(NODE, 208, NODE, 12, True, 17, id="not bound"),
-        pytest.param(SOCKET, 208, NODE, 12, True, 17, id="six of them bound to a socket"),
-        pytest.param(range(4, 8), 208, NODE, 1, True, 4, id="one rank"),
-        pytest.param(CONTAINER, 16, CONTAINER, 4, True, 4, id="all of them in a container"),
-        pytest.param(CONTAINER, 16, NODE, 4, True, 4, id="in a container without their launcher"),
-        pytest.param(range(4, 8), 16, NODE, 4, True, 4, id="bound within a container"),
-        pytest.param(range(8), 208, range(8), 4, True, 2, id="with a launcher that is bound itself"),
-        pytest.param(range(2), 208, range(8), 8, True, 1, id="more ranks than cores"),
-        pytest.param(range(4, 8), 208, NODE, 4, False, 1, id="forked by a process that is bound"),
-    ],
-)
+@pytest.mark.parametrize(("own", "granted", "launcher", "ranks", "launched", "share"), WORLDS.values(), ids=WORLDS)
 def test_only_cores_that_ranks_share_are_divided(monkeypatch, own, granted, launcher, ranks, launched, share):
+    own, launcher = range(*own), range(*launcher)
     kernel = Kernel(monkeypatch, own, granted, launcher)
     limit_threads(ranks, launched)
     assert threads() == dict.fromkeys(THREADS, str(share))

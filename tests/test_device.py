@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import beside
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Lane
@@ -90,22 +91,7 @@ def test_a_rank_without_a_tile_is_told_what_hides_it(xpu, monkeypatch, environme
     assert xpu.chosen == []
 
 
-@pytest.mark.parametrize(
-    ("of_torch", "asked", "version", "imported", "told"),
-    [
-        ("2.8.0+xpu", "", None, False, ""),
-        ("2.8.0+xpu", "", "2.8.10+xpu", True, ""),
-        ("2.9.1", "0", "2.9.0", True, ""),
-        ("2.8.0+xpu", "", "1.13.0", False, "is for another PyTorch"),  # importing that one would end the process
-        ("2.10.0a0+git449b176", "", "2.10.10+xpu", False, ""),  # Aurora's module
-        ("2.10.0a0+git449b176", "0", "2.10.10+xpu", False, ""),
-        ("2.10.0a0+git449b176", "1", "2.10.10+xpu", True, ""),
-        ("2.14.1", "", "2.8.10", False, ""),
-        ("2.14.1", "1", "2.8.10", False, "is for another PyTorch"),
-        ("2.10.0a0+git449b176", "1", None, False, "COCODIFF_IPEX"),
-        ("2.8.0", "", "2.8.10", False, "could not be imported"),
-    ],
-)
+@pytest.mark.parametrize(("of_torch", "asked", "version", "imported", "told"), beside(__file__))
 def test_ipex_is_imported_where_it_fits_and_is_wanted(of_torch, asked, version, imported, told, monkeypatch, caplog):
     """From PyTorch 2.10 on, where it is asked for."""
 

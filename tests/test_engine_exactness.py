@@ -14,6 +14,7 @@ from exactness import Case, denoise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from on_ranks import VARIANTS, check_exact, on_ranks, outputs_of, state_of
+from tables import beside
 from tiny_models import FAMILIES, HEADS
 from worlds import topology_of
 
@@ -25,13 +26,7 @@ from cocodiff.engine.engine import parallelize
 from cocodiff.topology.axes import Axes
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
-LARGE = pytest.mark.exhaustive
-CASES = {
-    "38 heads, dual": Case(38, 3, 5, 5, batch=2, dual=(0,)),
-    "38 heads, bf16": Case(38, 5, 5, 7, dtype=torch.bfloat16),
-    "24 heads": Case(24, 3, 7, 13, batch=1),
-}
-IN_A_MESH = Case(24, 7, 8, 11, dtype=torch.bfloat16, family="qwen")
+CASES = beside(__file__)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -47,38 +42,19 @@ def test_one_rank_has_one_process_bits(family):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    ("machine", "size", "case", "settings", "degrees", "staged"),
-    [
-        ("aurora", 12, CASES["38 heads, dual"], {}, (12, 1), False),
-        ("local", 12, Case(12, 3, 5, 1, 2, (0, 1), torch.bfloat16), {}, (12, 1), False),
-        ("local-6x2", 24, CASES["38 heads, bf16"], {}, (24, 1), False),
-        ("local", 5, CASES["38 heads, dual"], {}, (5, 1), False),
-        ("local", 7, CASES["38 heads, dual"], {}, (7, 1), False),
-        ("aurora", 12, IN_A_MESH, {"ring": 3, "placement": "topology", "ring_kind": "keys"}, (4, 3), False),
-        ("aurora", 12, IN_A_MESH, {"ring": 6, "placement": "usp", "ring_kind": "token"}, (2, 6), False),
-        ("aurora", 24, IN_A_MESH, {"ring": 12, "placement": "usp", "ring_kind": "streaming"}, (2, 12), False),
-        pytest.param("aurora", 24, IN_A_MESH, {"ring": 2, "placement": "auto"}, (12, 2), False, marks=LARGE),
-        # more ranks than heads
-        ("local", 12, Case(6, 7, 8, 11, 2, family="flux"), {}, (6, 2), False),
-        ("local", 7, Case(3, 7, 8, 11, 2, family="qwen"), {}, (1, 7), False),
-        ("local", 12, Case(6, 7, 8, 11, 2), {}, (6, 2), False),
-        pytest.param("local", 48, Case(24, 7, 8, 11, family="flux"), {}, (24, 2), False, marks=LARGE),
-        # more chunks than cards are as many as there are cards
-        ("local", 5, Case(38, 7, 9, 11, 2), {"chunks": 3}, (5, 1), True),
-        ("local", 7, Case(24, 7, 9, 11, 1, (), torch.bfloat16, "flux"), {"chunks": 2}, (7, 1), True),
-        ("local", 6, Case(48, 7, 9, 11, 1, family="flux2"), {"chunks": 9}, (6, 1), True),
-        ("aurora", 12, Case(24, 7, 9, 11, 2, (), torch.bfloat16, "qwen"), {"chunks": 2, "ring": 1}, (12, 1), True),
-    ],
+    ("machine", "size", "fields", "settings", "degrees", "staged"),
+    [*CASES["worlds"], *(pytest.param(*world, marks=pytest.mark.exhaustive) for world in CASES["large"])],
     ids=str,
 )
-def test_equals_one_process_on_machines_in_meshes_and_in_stages(machine, size, case, settings, degrees, staged):
+def test_equals_one_process_on_machines_in_meshes_and_in_stages(machine, size, fields, settings, degrees, staged):
     """degrees: of Ulysses and of Ring, chosen where the settings name none; staged: whether Torus is at work."""
 
     def look(engine: Any) -> None:
         mesh, exchange = engine.sequence.mesh, engine.sequence.strategy.exchange
-        assert (mesh.ulysses, mesh.ring) == degrees
+        assert [mesh.ulysses, mesh.ring] == degrees
         assert (exchange is not None and exchange.staged is not None) == staged  # Ring alone has no exchange
 
+    case = Case(**fields | {"dtype": getattr(torch, fields.get("dtype", "float32"))})
     orders = ("joint", "v_first") if size < 24 or thorough() else ("v_first",)
     modes = {name: given for name, given in VARIANTS.items() if given["order"] in orders}
     check_exact(size, case.model(), [case.inputs()], modes, seen=look, machine=machine, **settings)
@@ -126,7 +102,7 @@ def test_inference_mode_gives_the_same_bits(preset, chunks, ring):
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_error_inside_leaves_the_model_as_it_was(size):
     """Processors, hooks and weights, and so the bits of one process; what leaves without one is asked by `on_ranks`."""
-    model, inputs = (case := CASES["24 heads"]).model(), case.inputs()
+    model, inputs = (case := Case(24, 3, 7, 13)).model(), case.inputs()
     plain = outputs_of(model, inputs)
 
     def work(transport):

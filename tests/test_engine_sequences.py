@@ -15,6 +15,7 @@ import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 from planned_models import cast
 from seams import interrupt
+from tables import beside
 from test_engine_pipelines import inpainting, restored
 from test_guidance import guiding
 
@@ -24,15 +25,7 @@ from cocodiff.engine.engine import Engine, parallelize
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 STEPS = 4
-PRESETS = {
-    "tapa": {},
-    "split": {"chunks": 2},
-    "v_first": {"ring": 2},
-    "cocodiff+": {},
-    "coded": {},
-    "ahead": {"codec": "int4", "tau": 0.5},
-    "flat": {"step_cache": "first_block", "step_cache_threshold": 1e9},  # a run computes its first step alone
-}
+PRESETS = beside(__file__)
 FAULTS = ("none", "latents", "callback", "interrupt", "model", "branch")
 
 

@@ -14,6 +14,7 @@ import pytest
 from cocodiff_studies import figures
 from cocodiff_studies.figures import UNITS, Paper, filled, repeated, value_of
 from cocodiff_studies.papers import Fit, PaperCase, Planned, figure_11, fit_figure_11, run_paper
+from tables import beside
 
 from cocodiff.cli import plan
 from cocodiff.cli.main import COMMANDS, main
@@ -96,23 +97,9 @@ DOCUMENT = {
     "deals": [{"a": "x", "s": 9.0}],
     "rows": [{"a": "x", "n": 1, "s": 6.0}, {"a": "x", "n": 2, "s": 8.0}, {"a": "y", "n": 1, "s": 2.0}],
 }
-ALL, SECOND, OTHER = {"a": "x"}, {"a": "x", "n": 2}, {"rows": {"a": "y"}}
 
 
-@pytest.mark.parametrize(
-    ("of", "more", "value"),
-    [
-        ({"rows": ALL}, {}, 7.0),
-        ({"rows": ALL, "list": "deals"}, {}, 9.0),
-        ({"rows": SECOND}, {"over": OTHER}, 4.0),
-        ({"rows": SECOND}, {"minus": OTHER}, 6.0),
-        ({"rows": ALL}, {"over": OTHER}, None),  # two numbers over one
-        ({"run": "one .", "take": "time.step_s"}, {}, 5.0),
-        ({"run": "one"}, {}, None),  # no whole name
-        ({"run": "(one) .", "rows": ALL}, {"over": {"run": "one (.)", "rows": OTHER["rows"]}}, 3.0),  # the least
-        ({"rows": ALL, "take": "a"}, {}, None),  # a word
-    ],
-)
+@pytest.mark.parametrize(("of", "more", "value"), beside(__file__, ".values.yaml"))
 def test_a_value_is_a_mean_of_numbers_ratios_or_differences(of: Any, more: Any, value: float | None) -> None:
     results = {"one 1": DOCUMENT, "one 2": {"time": {"step_s": 5.0}}}
     assert value_of(results, {"of": {"run": "one 1", "take": "s"} | of, **more}) == value

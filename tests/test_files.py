@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cocodiff_eval.data.reoriented import MaskStatistics, RestoredFile
 from cocodiff_eval.harness.images import save_frames
+from tables import beside
 
 from cocodiff.config.config import read_yaml
 from cocodiff.config.errors import UserError
@@ -43,23 +44,11 @@ def test_only_regular_files_are_opened(read, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("form", "text", "said"),
     [
+        *((form, text.encode("latin-1"), said) for form, text, said in beside(__file__)),
         ("yaml", b"steps: " + b"[" * 1000 + b"]" * 1000, "YAML"),
         ("yaml", b"".join(b" " * depth + b"a:\n" for depth in range(1000)), "YAML"),
         ("yaml", b"steps: " + b"9" * 5000, "YAML: Exceeds the limit"),
-        ("yaml", b"steps: 2026-13-45", "YAML: month must be"),
-        ("yaml", b"steps: !!int many", "YAML: invalid literal"),
-        ("yaml", b"steps: !!bool many", "YAML"),
-        ("yaml", b"steps: !!timestamp soon", "YAML"),
         ("yaml", b"# " + b"x" * 2**24 + b"\nsteps: 1", "16 MiB"),
-        ("yaml", b"\xff\xfe\x00key: 1", "YAML"),
-        ("yaml", b"name: [x\n", "YAML"),
-        ("yaml", b"- aurora\n", "list"),
-        ("yaml", b"", "NoneType"),
-        ("json", b"{", "JSON"),
-        ("json", b"", "JSON"),
-        ("json", b"[]", "list"),
-        ("json", b"null", "NoneType"),
-        ("json", b"\xff\xfe", "JSON"),
         ("json", b"[" * 10**5, "JSON"),
         ("json", b'{"a": ' + b"9" * 5000 + b"}", "JSON: Exceeds the limit"),
     ],

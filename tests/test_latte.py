@@ -15,6 +15,7 @@ from cocodiff_bench.common import of_benchmarks
 from diffusers import LatteTransformer3DModel, PyramidAttentionBroadcastConfig
 from on_ranks import Call, check_alike, check_exact, on_ranks, outputs_of, refused
 from planned_models import cast, noise
+from tables import beside
 from test_simulated_models import on_devices
 from tiny_models import small
 from worlds import topology_of
@@ -127,17 +128,7 @@ def test_the_benchmark_measures_all_ways(tmp_path, monkeypatch, capsys):
         bench.check(values, 1)
 
 
-@pytest.mark.parametrize(
-    ("size", "more", "words"),
-    [
-        (2, {"preset": "cocodiff"}, "selection v_major is about attention's exchange, and LatteTransformer3DModel has"),
-        (2, {"codec": "auto"}, "none: its hidden states are transposed; choose codec none"),
-        (2, {"codec": "int4", "chunks": 2}, "chunks 2: .* goes whole with codec int4; choose chunks 1, or codec none"),
-        (2, {"arrival": "displaced"}, "choose arrival now"),
-        (2, {"ring": 2}, "ring 2: attention of LatteTransformer3DModel is not split between ranks; choose ring 1"),
-        (6, {}, "6 ranks share 5 frames of 9 places, and each needs one of both: use at most 5 ranks"),
-    ],
-)
+@pytest.mark.parametrize(("size", "more", "words"), beside(__file__))
 def test_what_has_no_form_is_refused_in_one_line(size, more, words):
     refused(words, latte(), inputs(), size=size, **more)
 

@@ -14,6 +14,7 @@ import torch
 from real_vaes import picture_sizes, real_vae
 from safetensors.torch import save_file
 from seams import number_of
+from tables import beside
 from tiny_models import sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -112,20 +113,11 @@ def test_tiles_are_those_that_the_vae_cuts(name):
         sides.clear()
 
 
-WORLDS = [  # ranks of Aurora, what is made, images of a call, replicas
-    ("sd3.5", 12, Video(1, 1024, 1024), 1, 1),
-    ("sd3.5", 12, Video(1, 512, 512), 3, 12),  # bands of one rank are the whole
-    ("sd3.5", 24, Video(1, 2048, 2048), 1, 1),  # nine tiles on the first node's ranks
-    ("sd3.5", 24, Video(1, 2048, 2048), 1, 6),  # of the four ranks of each of three replicas
-    ("qwen-image", 132, Video(1, 1024, 1024), 1, 1),  # of many bands most is what is gathered
-    ("wan2.2", 24, Video(81, 480, 832), 1, 2),
-]
-
-
 def test_peaks_on_nodes_of_aurora(snapshot):
     """Of every setting of the VAE, and what a rank holds at each moment of a run with it."""
     lines, step = [], RankMemory(weights=1000, activations=100, image_cache=10)
-    for name, ranks, video, images, replicas in WORLDS:
+    for name, ranks, sizes, images, replicas in beside(__file__):
+        video = Video(*sizes)
         peaks = size_peaks(load_shape(name), topology_of("aurora", ranks), video, images, 2, replicas)
         lines.append(f"{name} {video[:]} on {ranks} ranks, {replicas} replicas of {images} images")
         lines += [f"{how}: {tuple(peak)} {peaks.of_rank(step, how)}" for how, peak in peaks.of_vae.items()]

@@ -13,6 +13,7 @@ from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
 from on_ranks import Call
 from planned_models import cast
 from seams import steps_of
+from tables import beside
 from test_guidance import guiding
 from tiny_models import FAMILIES, sd3_inpaint_pipeline
 from tiny_pipelines import PIPELINES
@@ -149,28 +150,8 @@ def test_a_run_after_one_that_was_stopped(alone):
 
 # Bare transformers ----------------------------------------------------------------------------------------------------
 
-FALLING = [(t, t) for t in (900.0, 900.0, 500.0, 500.0, 100.0, 100.0)]
 
-
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [
-        ([*FALLING, *FALLING[:3]], [*calls(1, 3, 2), (1, 0, 0), (1, 0, 1), (1, 1, 0)]),
-        # At rounded timesteps a sample that moves tells steps apart, and branches have it in common.
-        ([(1, 9), (1, 9), (1, 8.9), (1, 8.9), (0.5, 5), (0.5, 5), (0.5, 4), (0.5, 4)], calls(1, 4, 2)),
-        # Of second order.
-        ([(1, 9), (0.5, 4), (0.5, 5), (0.2, 1), (0.2, 3), (0.1, 1)], calls(1, 6, 1)),
-        # Noise of its own is a new run at the first timestep alone.
-        ([(1, 1), (1, -1), (0.5, 2)], [(0, 0, 0), (1, 0, 0), (1, 1, 0)]),
-        ([(1, 1), (0.5, 1), (0.5, 9)], calls(1, 3, 1)),
-        # A run that was announced.
-        ([(1, 1), None, (1, 1), (0.5, 1)], [(0, 0, 0), (1, 0, 0), (1, 1, 0)]),
-        # A sample of another size is a branch.
-        ([(1, 1), (1, 1, 0, 3)], calls(1, 1, 2)),
-        # A text that the step has not seen as well: guidance by images calls with samples that differ in part.
-        ([(1, 9, 0), (0.5, 5, 0), (0.5, 4, 1), (0.5, 4.9, 0), (0.5, 3.9, 1)], [(0, 0, 0), *calls(1, 3, 2)[2:]]),
-    ],
-)
+@pytest.mark.parametrize(("made", "expected"), beside(__file__))
 def test_a_bare_transformer_tells_by_its_calls(made, expected):
     """Of calls with a timestep, the value of the sample, that of the text and the batch; None announces a run."""
     counter, seen = StepCounter(), []
@@ -179,11 +160,11 @@ def test_a_bare_transformer_tells_by_its_calls(made, expected):
         if call is None:
             counter.new_run()
             continue
-        timestep, value, text, batch = call + (0.0, 0.0, 0, 1)[len(call) :]
+        timestep, value, text, batch = [*call, *(0.0, 0.0, 0, 1)[len(call) :]]
         given = sample.fill_(value).expand(batch, 4, 3)  # in place, as a loop may do
         counter.call(torch.full((2,), timestep), given, torch.full((2,), text))
         seen.append((counter.run, counter.step, counter.branch))
-    assert seen == expected
+    assert seen == [tuple(map(int, one)) for one in expected.split()]
 
 
 def test_runs_of_one_step_are_told_apart_by_their_schedules():

@@ -17,6 +17,7 @@ from on_ranks import on_ranks, outputs_of, refused
 from peft import LoraConfig
 from planned_models import PLANNED, cast
 from seams import step_caches_of
+from tables import beside
 from tiny_models import FAMILIES
 from torch import Tensor, nn
 from worlds import topology_of
@@ -32,15 +33,7 @@ from cocodiff.engine.weights import AbsentParameter, split_for_good
 from cocodiff.models.checks import called_often
 
 STEPS = 3
-HALF: dict[str, Any] = {"selection": "v_major", "schedule": "fixed", "ratio": 0.5, "warmup": 1, "steps": STEPS}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "tapa": {"exchange": "tapa", "order": "v_first"},
-    "v_major": {"exchange": "tapa", "scoring": "card", **HALF},
-    "int4": {"exchange": "split", "codec": "int4"},
-    "ring": {"exchange": "flat", "ring": 2},
-    "ahead": {"exchange": "split", "arrival": "adaptive"},
-    "cached": {"exchange": "tapa", "step_cache": "first_block", "step_cache_threshold": 0.5},
-}
+SETTINGS: dict[str, dict[str, Any]] = beside(__file__)
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 

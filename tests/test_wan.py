@@ -10,6 +10,7 @@ import torch
 from on_ranks import check_alike, on_ranks, refused, state_of
 from PIL import Image
 from seams import choose_backend
+from tables import beside
 from tiny_pipelines import TEXT_WIDTH, wan_pipeline
 
 from cocodiff.comm.loopback import run_ranks
@@ -21,14 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 STEPS = 8
 DTYPES = (torch.bfloat16, torch.float32)
-PIPELINES: dict[str, dict[str, Any]] = {
-    "Wan 2.2": {},
-    "Wan 2.2, image": {"image": True},
-    "Wan 2.1": {"experts": 1},
-    "Wan 2.1, image": {"experts": 1, "image": True, "clip": True},
-    "TI2V": {"experts": 1, "tokens": True},
-    "TI2V, image": {"experts": 1, "tokens": True},
-}
+PIPELINES: dict[str, dict[str, Any]] = beside(__file__)
 
 
 def made(name: str) -> Any:

@@ -112,17 +112,7 @@ def test_ranks_whose_inputs_differ_hear_that_bits_wander_where_they_do(simulated
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "case",
-    [
-        (3, "split", "v_first", "lossless", "now", 1, 1, "unguided", None),
-        (4, "tapa", "joint", "lossless", "displaced", 1, 1, "unguided", None),
-        (4, "tapa", "v_first", "whole", "now", 1, 2, "unguided", None),
-        (4, "split", "v_first", "v_major", "now", 1, 1, "unguided", None),
-        (4, "split", "v_first", "int4", "now", 1, 1, "unguided", None),
-    ],
-    ids=lambda case: "-".join(map(str, case)),
-)
+@pytest.mark.parametrize("case", beside(__file__), ids=lambda case: "-".join(map(str, case)))
 def test_ranks_end_with_the_same_bits_near_those_of_products_that_repeat(simulated, case, monkeypatch):
     """What is decoded is what was encoded: predictions are made of received bits, never of what is computed twice. Were
     it not so, a wrong residual would be added up in every step."""

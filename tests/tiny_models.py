@@ -7,20 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tables import beside
 
-SMALL = {  # settings by the names that classes share
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_refiner_layers": 1,
-    "attention_head_dim": 8,
-    "joint_attention_dim": 16,
-    "text_embed_dim": 12,
-    "text_dim": 16,
-    "freq_dim": 16,
-    "ffn_dim": 32,
-}
+SMALL = beside(__file__)  # settings by the names that classes share
 
 
 def small(class_name: str, settings: dict[str, Any]) -> Any:

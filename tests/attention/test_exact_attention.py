@@ -16,6 +16,7 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from really_sent import ReallySent
+from tables import beside
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from worlds import topologies, topology_of
@@ -176,20 +177,7 @@ def test_equals_attention_in_one_piece(
     check(world, mesh, ahead, **settings | ({} if kind == "keys" else {"chunks": 1}))
 
 
-@pytest.mark.parametrize(
-    ("machine", "size", "mesh", "settings"),
-    [
-        ("aurora", 24, (24, "topology", "card", "token"), {"exchange": "flat"}),
-        ("aurora", 24, (8, "topology", "card", "token"), {"exchange": "tapa"}),
-        ("local", 13, (13, "topology", "card", "token"), {"exchange": "flat"}),
-        ("aurora", 24, (24, "topology", "card", "streaming"), {"exchange": "flat"}),
-        ("local-6x2", 24, (8, "usp", "card", "streaming"), {"exchange": "split"}),
-        ("aurora", 24, (2, "usp", "card", "keys"), {"exchange": "split", "nic_balance": False}),
-        ("aurora", 24, (8, "topology", "plane", "keys"), {"exchange": "tapa", "nic_balance": False, "chunks": 2}),
-        ("aurora", 24, (1,), {"exchange": "tapa", "chunks": 5, "order": "v_first", "nic_balance": False}),
-        ("aurora", 24, (1,), {"exchange": "split", "chunks": 2, "order": "v_first"}),
-    ],
-)
+@pytest.mark.parametrize(("machine", "size", "mesh", "settings"), beside(__file__))
 @pytest.mark.sample(6)
 def test_larger_worlds(machine, size, mesh, settings):
     topology = topology_of(machine, size)

@@ -11,6 +11,7 @@ from attention_worlds import LAYER, RUN, TROUBLED, Call, OfRank, Ranks, World
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import beside
 from test_simulated_models import code_in_one_launch, on_devices
 from torch import Tensor
 
@@ -23,15 +24,7 @@ from cocodiff.kernels import Kernels
 from cocodiff.kernels.lossless import PARTS
 from cocodiff.topology.axes import Mesh
 
-ROUTES = [
-    {"exchange": "flat"},
-    {"exchange": "tapa", "order": "v_first"},
-    {"exchange": "split"},
-    {"exchange": "split", "chunks": 3},
-    {"exchange": "tapa", "chunks": 2, "order": "v_first"},
-    {"exchange": "flat", "ring": 2, "order": "v_first"},
-    {"exchange": "split", "ring": 2, "chunks": 2},
-]
+ROUTES = beside(__file__)
 KINDS = ("curves", "noise", "constant", "jumps", "odd", "still")
 AS_IF = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 

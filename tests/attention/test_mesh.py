@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import beside
 from worlds import topologies, topology_of
 
 from cocodiff.config.config import Config
@@ -65,16 +66,7 @@ def test_over_cards_of_unequal_numbers_of_ranks_a_ring_goes_to_and_fro():
     assert [links_onward(mesh, rank) for rank in range(5)] == links
 
 
-@pytest.mark.parametrize(
-    ("machine", "size", "ring", "links"),
-    [
-        ("aurora", 96, 2, {"sibling": 1}),
-        ("aurora", 24, 12, {"plane": 5, "sibling": 6}),
-        ("aurora", 12, 4, {"plane": 1, "sibling": 2}),
-        ("local", 24, 8, {"plane": 3, "sibling": 4}),
-        ("aurora", 24, 24, {"node": 1, "plane": 10, "sibling": 12}),
-    ],
-)
+@pytest.mark.parametrize(("machine", "size", "ring", "links"), beside(__file__))
 def test_a_ring_stays_on_cards_and_planes_and_a_node_hears_a_block_once(machine, size, ring, links):
     """How many blocks a rank passes on over which links. In a ring on two nodes 12 blocks cross each way, not 23, each
     over the sender's own NIC."""

@@ -18,6 +18,7 @@ from attention_worlds import LAYER, RUN, Messages, Ranks, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seams import receives_of
+from tables import beside
 from tiny_models import sd3_inputs, sd3_transformer
 from worlds import topologies, topology_of
 
@@ -212,20 +213,7 @@ def test_what_waits_for_another_node_is_late():
 # Waits ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"preset": "cocodiff+", "steps": 4},
-        {"preset": "coded"},
-        {"preset": "split", "arrival": "displaced"},
-        {"preset": "split", "codec": "int4", "arrival": "adaptive", "chunks": 2},
-        {"preset": "flat", "ring": 2, "ring_kind": "token"},
-        {"preset": "flat", "ring": 2, "ring_kind": "streaming"},
-        {"preset": "tapa", "weights": "node"},
-        {"preset": "tapa", "step_cache": "first_block"},
-    ],
-    ids=lambda how: " ".join(map(str, how.values())),
-)
+@pytest.mark.parametrize("how", beside(__file__), ids=lambda how: " ".join(map(str, how.values())))
 def test_no_message_is_left_when_an_engine_is_left(how: dict[str, Any]) -> None:
     """Neither what no call waits for, nor what ranks decide by, nor weights."""
     model, messages = sd3_transformer(4).to(torch.bfloat16), Messages()

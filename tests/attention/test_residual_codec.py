@@ -14,6 +14,7 @@ from attention_worlds import RUN, TROUBLED, Call, Ranks, World
 from byte_formulas import Formulas
 from covering import covering
 from residual_reference import check
+from tables import beside
 from worlds import topology_of
 
 from cocodiff.attention.stateful import CodedStep, LayerState, SharedNotes, continuation
@@ -166,21 +167,7 @@ def test_bytes_are_those_of_the_codes(world, exchange):
             assert sum(sent["notes"].values()) == 128 * (world.size - 1) * calls
 
 
-@pytest.mark.parametrize(
-    ("sigmas", "factor"),
-    [
-        ([1.0], 0.0),
-        ([1.0, 0.9], 0.0),
-        ([1.0, 0.75, 0.625], 0.5),
-        ([0.0, 1.0, 0.75, 0.5], 1.0),
-        ([1.0, 0.9, 0.2], 2.0),
-        ([1.0, 0.9, 0.95], 0.0),
-        ([1.0, 0.9, 0.9], 0.0),
-        ([1.0, 1.0, 0.9], 0.0),
-        ([1.0, math.nan, 0.9], 0.0),
-        ([math.inf, 1.0, 0.9], 0.0),
-    ],
-)
+@pytest.mark.parametrize(("sigmas", "factor"), beside(__file__))
 def test_the_continuation_goes_by_the_noise_levels(sigmas, factor):
     assert continuation(sigmas[-3:]) == pytest.approx(factor)
 

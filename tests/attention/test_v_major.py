@@ -16,6 +16,7 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from seams import sums_on_the_device
+from tables import beside
 from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
 
@@ -34,16 +35,8 @@ from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.layout import Layout, Segment, Segments
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "linear": {"schedule": "linear"},
-    "fixed": {"schedule": "fixed", "ratio": 0.6, "sync_interval": 4},
-    "reverse": {"schedule": "reverse", "warmup": 3, "sync_interval": 0},
-    "cosine": {"schedule": "cosine", "sync_interval": 7},
-    "list": {"schedule": "list", "ratios": (0.0, 0.2, 0.9, 0.4)},
-    "threshold": {"schedule": "threshold", "threshold": 0.12, "sync_interval": 0},
-    "nothing stays": {"schedule": "fixed", "ratio": 0.0},
-    "always full": {"schedule": "linear", "sync_interval": 1},
-}
+CASES = beside(__file__)
+SCHEDULES: dict[str, dict[str, Any]] = CASES["schedules"]
 
 
 @dataclass(frozen=True)
@@ -123,16 +116,7 @@ def test_equals_one_process(
     check(world, steps, schedule, scoring=scoring, exchange="tapa" if scoring == "card" else exchange, **settings)
 
 
-@pytest.mark.parametrize(
-    ("size", "machine", "chunks", "exchange", "order", "scoring"),
-    [
-        (5, "local", 3, "split", "joint", "source"),
-        (5, "local", 2, "flat", "v_first", "source"),
-        (6, "local", 3, "tapa", "v_first", "card"),
-        (6, "local", 2, "tapa", "joint", "card"),
-        (12, "aurora", 3, "split", "v_first", "source"),
-    ],
-)
+@pytest.mark.parametrize(("size", "machine", "chunks", "exchange", "order", "scoring"), CASES["chunks"])
 def test_in_chunks_it_is_the_same_up_to_rounding(size, machine, chunks, exchange, order, scoring):
     """Chunks decide when, not what: the same tokens travel, the same bytes; attention sums in another order."""
     world, calls = Drifting(size, max(size, 9), 29, machine=machine, text=5), run_of(7)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from seams import tell_of_blocking
+from tables import beside
 
 from cocodiff.comm import torch_dist
 from cocodiff.comm.checked import CheckedGroup
@@ -24,6 +25,7 @@ from cocodiff.comm.transport import TOGETHER, PartGroup
 from cocodiff.config.errors import UserError
 
 CPU, XPU, CUDA, MPS = torch.device("cpu"), torch.device("xpu", 0), torch.device("cuda", 0), torch.device("mps")
+CASES = beside(__file__)
 NO_TRANSPORT = "no transport carries mps tensors between ranks: use one rank, or --dev"
 
 
@@ -44,20 +46,11 @@ def test_ccl_is_loaded_by_its_bindings_or_said_to_be_missing(monkeypatch):
         check_backend("ccl", XPU)
 
 
-@pytest.mark.parametrize(
-    ("backend", "device", "message"),
-    [
-        ("nccl", XPU, "transport nccl does not carry xpu tensors: use --transport xccl or ccl"),
-        ("xccl", CPU, "transport xccl does not carry cpu tensors: use --transport gloo$"),
-        ("gloo", CUDA, "transport gloo does not carry cuda tensors: use --transport nccl"),
-        ("xccl", XPU, "was built without xccl"),
-        ("nccl", MPS, NO_TRANSPORT),
-    ],
-)
+@pytest.mark.parametrize(("backend", "device", "message"), CASES["do not fit"])
 def test_backends_that_do_not_fit(monkeypatch, backend, device, message):
     monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
     with pytest.raises(UserError, match=message):
-        check_backend(backend, device)
+        check_backend(backend, torch.device(device))
 
 
 @pytest.mark.parametrize(("backend", "tells"), [("xccl", True), ("nccl", True), ("ccl", False), ("gloo", False)])
@@ -69,18 +62,7 @@ def test_only_backends_that_want_it_are_told_the_device(monkeypatch, backend, te
     assert told["device_id"] == (XPU if tells else None)
 
 
-@pytest.mark.parametrize(
-    ("version", "backend", "expected"),
-    [
-        ("2.10.0a0+git449b176", "xccl", True),
-        ("2.10.1", "xccl", True),
-        ("2.10.0a0+git449b176", "ccl", False),
-        ("2.9.1+xpu", "xccl", False),
-        ("2.11.0", "xccl", False),
-        ("2.1.0", "xccl", False),
-        ("2.10.0", "nccl", False),
-    ],
-)
+@pytest.mark.parametrize(("version", "backend", "expected"), CASES["one by one"])
 def test_the_release_that_posts_the_messages_of_a_batch_one_by_one(monkeypatch, version, backend, expected):
     monkeypatch.setattr(torch, "__version__", version)
     assert posts_one_by_one(backend) == expected
@@ -112,18 +94,7 @@ def test_nodes_are_asked_for_where_a_library_passes_groups_across_nodes_through_
         assert transport.world.ranks == transport.group([0]).ranks == (0,)
 
 
-@pytest.mark.parametrize(
-    ("environment", "library", "device", "settings"),
-    [
-        ("CCL_OP_SYNC=1", "xccl", "xpu", "CCL_OP_SYNC=1"),
-        ("CCL_OP_SYNC=0", "xccl", "xpu", ""),
-        ("CCL_OP_SYNC=1 CCL_ATL_TRANSPORT=ofi", "ccl", "xpu", "CCL_OP_SYNC=1 CCL_ATL_TRANSPORT=ofi"),
-        ("CCL_ATL_TRANSPORT=ofi", "ccl", "cpu", ""),
-        ("CCL_OP_SYNC=1 CCL_ATL_TRANSPORT=ofi", "mpi", "cpu", ""),
-        ("TORCH_NCCL_BLOCKING_WAIT=1", "nccl", "cuda", "TORCH_NCCL_BLOCKING_WAIT=1"),
-        ("CUDA_LAUNCH_BLOCKING=1", "nccl", "cuda", "CUDA_LAUNCH_BLOCKING=1"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "library", "device", "settings"), CASES["take overlap away"])
 def test_settings_that_take_overlap_away(environment, library, device, settings):
     found = overlap_killers(dict(word.split("=") for word in environment.split()), library, device)
     assert [killer.setting for killer in found] == settings.split()

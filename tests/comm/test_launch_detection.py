@@ -6,6 +6,7 @@ import os
 
 import pytest
 from launching import fake
+from tables import beside
 
 from cocodiff.cli.main import main
 from cocodiff.comm.connect import environment_store
@@ -81,27 +82,15 @@ def test_a_process_that_is_no_rank_hears_of_no_launcher():
     assert left == own and detect(left) == Launch()
 
 
-OTHER_SIZE = "WORLD_SIZE=2 in the environment, where an MPI launcher started 3 ranks: unset"
+REFUSED = beside(__file__)
 
 
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        (TORCHRUN | {"RANK": "abc"}, "RANK='abc' in the environment: launchers set a number"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK='-1'"),
+        *((TORCHRUN | changed, said) for changed, said in REFUSED["under torchrun"]),
+        *REFUSED["alone"],
         (TORCHRUN | {"RANK": "9" * 5000}, "RANK='9999999999999999999999999999999999999999' in"),
-        (TORCHRUN | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0'"),
-        (TORCHRUN | {"RANK": "2"}, "has rank 2 of 2: ranks go from 0 to 1"),
-        (TORCHRUN | {"LOCAL_RANK": "one\ntwo"}, r"LOCAL_RANK='one\ntwo'"),
-        (TORCHRUN | {"PMI_RANK": "1", "PMI_SIZE": "3"}, OTHER_SIZE),
-        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536' in the environment: give a port up to 65535"),
-        ({"TORCHELASTIC_RUN_ID": "job"}, "is set without RANK and WORLD_SIZE"),
-        ({"PMI_RANK": "²"}, "PMI_RANK='²'"),
-        (TORCHRUN | {"PALS_RANKID": "1", "COCODIFF_RANKS": "3"}, OTHER_SIZE),
-        ({"PMIX_RANK": "0", "PMIX_SIZE": "many"}, "PMIX_SIZE='many'"),
-        ({"PALS_RANKID": "0", "COCODIFF_RANKS": "many"}, "COCODIFF_RANKS='many'"),
-        ({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"}, "has rank 4 of 4"),
     ],
 )
 def test_an_environment_that_no_launcher_makes_is_refused(environment, said):

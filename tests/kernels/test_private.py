@@ -14,6 +14,7 @@ from cocodiff_sycl import private
 from cocodiff_sycl.build import LEFT_S, lock, runtime_and_folder
 from cocodiff_sycl.find import Unavailable, find_runtime
 from cocodiff_sycl.private import private_folder
+from tables import beside
 
 ANOTHER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -49,19 +50,7 @@ def test_what_others_may_read_is_in_order_and_a_sticky_folder_above(cache):
     assert private_folder(cache) == cache
 
 
-@pytest.mark.parametrize(
-    ("which", "mode", "remedy"),
-    [
-        (".", 0o777, "remove"),
-        (".", 0o1777, "remove"),  # others could add files
-        (".", 0o702, "remove"),
-        ("library.so", 0o666, "remove"),
-        ("kernels", 0o757, "remove"),
-        ("kernels/one", 0o622, "remove"),
-        ("..", 0o777, "chmod go-w"),
-        ("../..", 0o702, "chmod go-w"),
-    ],
-)
+@pytest.mark.parametrize(("which", "mode", "remedy"), beside(__file__))
 def test_what_others_may_write_is_refused(cache, which, mode, remedy):
     cache.chmod(0o755)
     (cache / which).resolve().chmod(mode)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 from cocodiff_sycl.build import kernel_source
@@ -26,18 +27,7 @@ def test_no_kernel_spills_on_the_device(tmp_path):
 
 def test_the_report_counts_the_instructions_of_the_innermost_loop():
     """A square root takes four cycles, waiting none. A MB of 16-bit numbers are 3906 passes of 128."""
-    assembly = """L0:
-(W)     send.ugm (1|M0)          r1       r2      null:0  0x0  0x0 // wr:1+0, rd:1; load.ugm.d32x16t.a32.ca.ca.bti[255]
-L8:
-(W)     send.ugm (1|M0)          r1       r2      null:0  0x0  0x0 // wr:1+0, rd:4; load.ugm.d32x64t.a64
-        send.ugm (16|M0)         null     r2      r1:1  0x0  0x0 // wr:2+1, rd:0; store.ugm.d32.a64
-        sync.nop                 null
-        add (16|M0)              r1.0<1>:f     r1.0<1;1,0>:f    r2.0<1;1,0>:f
-        add (32|M0)              r1.0<1>:f     r1.0<1;1,0>:f    r2.0<1;1,0>:f
-        math.sqrt (16|M0)        r1.0<1>:f     r1.0<1;1,0>:f
-(W&f0.0) jmpi                                L8
-        mov (16|M0)              r1.0<1>:f     0:w
-"""
+    assembly = Path(__file__).with_name("loop.asm").read_text()
     assert hot_loop(assembly) == 1 + 2 + 4 + 1
     told = cost_of("merge_bf16_bf16", 800)
     assert told == "100.0 instructions a number; us/MB: traffic 3.00, these 4.36"
