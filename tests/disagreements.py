@@ -16,9 +16,9 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 import torch
-from tables import beside
 from tiny_models import FAMILIES
 from tiny_pipelines import TEXT_WIDTH, flux_pipeline
+from value_tables import beside
 from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.launch import detect

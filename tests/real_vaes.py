@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import yaml
+from value_tables import beside
 
-VAES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+VAES: dict[str, dict[str, Any]] = beside(__file__)
 
 
 def real_vae(name: str, **settings: Any) -> Any:

@@ -14,9 +14,9 @@ from exactness import Case
 from on_ranks import ORDERS, Call, check_exact, on_ranks, refused
 from peft import LoraConfig
 from planned_models import PLANNED
-from tables import beside
 from tiny_models import FAMILIES, flux_transformer, sd3_transformer
 from torch import nn
+from value_tables import beside
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError

@@ -12,10 +12,10 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from planned_models import PLANNED, noise
-from tables import beside
 from tiny_models import FAMILIES
 from tiny_pipelines import PIPELINES, TEXT_WIDTH
 from torch import Tensor
+from value_tables import beside
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError

@@ -18,7 +18,7 @@ import tifffile
 import zarr
 from launching import run
 from PIL import Image
-from tables import beside
+from value_tables import beside
 
 from cocodiff.cli.doctor.facts import OPTIONAL, REQUIRED, unimported
 from cocodiff.config.packages import REMEDIES, TAKEN_UP, failed_import, remedy_of

@@ -7,12 +7,10 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from diffusers.hooks import MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
 from on_ranks import Call, check_alike, on_ranks, outputs_of, state_of
 from planned_models import PLANNED
@@ -20,6 +18,7 @@ from test_step_cache import moving
 from tiny_models import FAMILIES, sd3_inpaint_pipeline, with_lora
 from torch import Tensor
 from torch._dynamo.utils import counters
+from value_tables import beside
 from warm import forked
 
 from cocodiff.comm.loopback import run_ranks
@@ -30,7 +29,7 @@ from cocodiff.engine.engine import parallelize
 from cocodiff.engine.sequence import SequenceRanks
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
-SETTINGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SETTINGS = beside(__file__)
 LAYERS = {"sd3": {"layers": 3, "dual": (0,)}, "flux": {"num_layers": 2}}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from tables import beside
+from value_tables import beside
 
 from cocodiff.comm.launch import Launch
 from cocodiff.jobs.ranks import settle

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import beside
+from value_tables import beside
 
 from cocodiff.comm.health import Health
 from cocodiff.comm.transport import Lane

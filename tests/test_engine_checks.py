@@ -32,11 +32,11 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from on_ranks import check_alike, on_ranks, outputs_of, refused
 from planned_models import PLANNED
 from seams import choose_backend, hooks_of
-from tables import beside
 from test_engine_pipelines import inpainting
 from tiny_models import FAMILIES, flux2_transformer, flux_transformer, sd3_inputs, sd3_transformer
 from tiny_pipelines import PIPELINES
 from torch import nn
+from value_tables import beside
 
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize

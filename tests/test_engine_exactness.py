@@ -14,8 +14,8 @@ from exactness import Case, denoise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from on_ranks import VARIANTS, check_exact, on_ranks, outputs_of, state_of
-from tables import beside
 from tiny_models import FAMILIES, HEADS
+from value_tables import beside
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks

@@ -15,9 +15,9 @@ import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 from planned_models import cast
 from seams import interrupt
-from tables import beside
 from test_engine_pipelines import inpainting, restored
 from test_guidance import guiding
+from value_tables import beside
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import Engine, parallelize

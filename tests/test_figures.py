@@ -14,7 +14,7 @@ import pytest
 from cocodiff_studies import figures
 from cocodiff_studies.figures import UNITS, Paper, filled, repeated, value_of
 from cocodiff_studies.papers import Fit, PaperCase, Planned, figure_11, fit_figure_11, run_paper
-from tables import beside
+from value_tables import beside
 
 from cocodiff.cli import plan
 from cocodiff.cli.main import COMMANDS, main

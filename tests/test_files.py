@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cocodiff_eval.data.reoriented import MaskStatistics, RestoredFile
 from cocodiff_eval.harness.images import save_frames
-from tables import beside
+from value_tables import beside
 
 from cocodiff.config.config import read_yaml
 from cocodiff.config.errors import UserError

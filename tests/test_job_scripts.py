@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 from aurora.queues import Job, accepts, job_of
 from launching import fake, find_mpiexec
+from value_tables import beside
 
 from cocodiff.jobs.record import write_document
 
@@ -65,7 +65,7 @@ def edited(tmp_path: Path, name: str, **values: str) -> Path:
     return script
 
 
-CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CASES = beside(__file__)
 
 
 @pytest.mark.parametrize(("name", "changed", "environment"), CASES["starts"], ids=str)

@@ -15,9 +15,9 @@ from cocodiff_bench.common import of_benchmarks
 from diffusers import LatteTransformer3DModel, PyramidAttentionBroadcastConfig
 from on_ranks import Call, check_alike, check_exact, on_ranks, outputs_of, refused
 from planned_models import cast, noise
-from tables import beside
 from test_simulated_models import on_devices
 from tiny_models import small
+from value_tables import beside
 from worlds import topology_of
 
 from cocodiff import verify

@@ -8,13 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from launching import fake
+from value_tables import beside
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
-CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CASES = beside(__file__)
 
 
 @pytest.fixture

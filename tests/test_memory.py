@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +19,7 @@ from test_latte import inputs as latte_inputs
 from test_latte import latte
 from tiny_models import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
+from value_tables import beside
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
@@ -49,7 +48,7 @@ from cocodiff.topology.axes import Mesh
 QWEN = load_shape("qwen-image")
 
 
-CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CASES = beside(__file__)
 KEPT = CASES["kept"]  # settings that keep something between calls
 AURORA = topology_of("aurora", 12)
 

@@ -3,10 +3,10 @@
 import ast
 from pathlib import Path
 
-import yaml
 from mutants import faults_of
+from value_tables import beside
 
-CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CASES = beside(__file__)
 SOURCE, CHANGES = CASES["source"], CASES["changes"]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tables import beside
+from value_tables import beside
 from worlds import topology_of
 
 from cocodiff.config.config import Config

@@ -14,10 +14,10 @@ import torch
 from real_vaes import picture_sizes, real_vae
 from safetensors.torch import save_file
 from seams import number_of
-from tables import beside
 from tiny_models import sd3_transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from value_tables import beside
 from worlds import topology_of
 
 from cocodiff.engine.decoding import Bands

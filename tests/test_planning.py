@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from really_sent import ReallySent
+from value_tables import beside
 from worlds import topology_of
 
 from cocodiff.attention.strategy import LayerKey, LazyQKV
@@ -39,7 +38,7 @@ from cocodiff.planner.traffic import stages_of
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
-CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CASES = beside(__file__)
 WAITS = ("latency_us", "message_us", "blocked_us", "launch_us", "wait_us")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from diffusers.models import transformers
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from on_ranks import Call, check_alike, check_exact, on_ranks, outputs_of, refused
@@ -21,6 +20,7 @@ from tiny_models import FAMILIES
 from torch.utils._pytree import tree_map
 from toys.planned import PLAN, toy_inputs
 from toys.planned import Planned as Toy
+from value_tables import beside
 
 from cocodiff import verify
 from cocodiff.comm.loopback import run_ranks
@@ -44,7 +44,7 @@ MODES: dict[str, Call] = {
     "tapa, ring": {"ring": 2},
     "lossless": {},
 }
-UNCUT = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+UNCUT = beside(__file__)
 PLAIN = [name for name in PLANNED if "," not in name]
 
 

@@ -13,10 +13,10 @@ from diffusers import FlowMatchHeunDiscreteScheduler, UniPCMultistepScheduler
 from on_ranks import Call
 from planned_models import cast
 from seams import steps_of
-from tables import beside
 from test_guidance import guiding
 from tiny_models import FAMILIES, sd3_inpaint_pipeline
 from tiny_pipelines import PIPELINES
+from value_tables import beside
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.engine.engine import Engine, parallelize

@@ -7,17 +7,16 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from covering import covering_set
 from seams import kernels_of_parts
 from test_bands import both_ways, random_latents, random_vae
 from tiny_models import FAMILIES
 from torch.utils import _pytree as pytree
+from value_tables import beside
 
 from cocodiff.comm import loopback
 from cocodiff.comm.launch import Launch
@@ -28,7 +27,7 @@ from cocodiff.engine.engine import parallelize
 from cocodiff.kernels import lossless
 
 STEPS = 3
-VALUES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+VALUES = beside(__file__)
 SELECTIONS: dict[str, dict[str, Any]] = VALUES["selections"]
 # family and calls of a step: without guidance, with both branches in one call, with a call for each
 CALLS = {"unguided": ("sd3", 1, 1), "one call": ("sd3", 1, 2), "two calls": ("flux", 2, 2)}

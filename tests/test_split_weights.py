@@ -17,9 +17,9 @@ from on_ranks import on_ranks, outputs_of, refused
 from peft import LoraConfig
 from planned_models import PLANNED, cast
 from seams import step_caches_of
-from tables import beside
 from tiny_models import FAMILIES
 from torch import Tensor, nn
+from value_tables import beside
 from worlds import topology_of
 
 from cocodiff.cli.main import main

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from cocodiff_studies import network
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from value_tables import beside
 from worlds import TRIPLE, is_full, topologies, topology_of
 
 from cocodiff.comm.groups import group_ranks
@@ -24,7 +23,7 @@ from cocodiff.topology.links import alltoall_bound, next_hops, wires
 from cocodiff.topology.routes.chunks import chunk_ranks
 from cocodiff.topology.routes.plans import plan_of
 
-CASES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CASES = beside(__file__)
 LINKS = {None: ".", "sibling": "s", "plane": "p", "cross_plane": "x", "node": "n"}
 
 

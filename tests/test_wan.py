@@ -10,8 +10,8 @@ import torch
 from on_ranks import check_alike, on_ranks, refused, state_of
 from PIL import Image
 from seams import choose_backend
-from tables import beside
 from tiny_pipelines import TEXT_WIDTH, wan_pipeline
+from value_tables import beside
 
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError

@@ -15,6 +15,7 @@ import tifffile
 import torch
 from test_simulated_models import at_case, on_devices, outputs_of
 from tiny_models import FAMILIES
+from value_tables import beside
 from warm import Started, forked
 
 from cocodiff.attention.local import LocalAttention

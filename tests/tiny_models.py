@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tables import beside
+from value_tables import beside
 
 SMALL = beside(__file__)  # settings by the names that classes share
 

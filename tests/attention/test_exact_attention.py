@@ -16,9 +16,9 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from really_sent import ReallySent
-from tables import beside
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from value_tables import beside
 from worlds import topologies, topology_of
 
 from cocodiff.comm.loopback import LoopbackGroup

@@ -11,9 +11,9 @@ from attention_worlds import LAYER, RUN, TROUBLED, Call, OfRank, Ranks, World
 from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import beside
 from test_simulated_models import code_in_one_launch, on_devices
 from torch import Tensor
+from value_tables import beside
 
 from cocodiff.attention import lossless as codecs
 from cocodiff.comm.trace import Trace

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import beside
+from value_tables import beside
 from worlds import topologies, topology_of
 
 from cocodiff.config.config import Config

@@ -18,8 +18,8 @@ from attention_worlds import LAYER, RUN, Messages, Ranks, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seams import receives_of
-from tables import beside
 from tiny_models import sd3_inputs, sd3_transformer
+from value_tables import beside
 from worlds import topologies, topology_of
 
 from cocodiff.attention.local import LocalAttention

@@ -14,7 +14,7 @@ from attention_worlds import RUN, TROUBLED, Call, Ranks, World
 from byte_formulas import Formulas
 from covering import covering
 from residual_reference import check
-from tables import beside
+from value_tables import beside
 from worlds import topology_of
 
 from cocodiff.attention.stateful import CodedStep, LayerState, SharedNotes, continuation

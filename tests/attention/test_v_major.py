@@ -16,9 +16,9 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from seams import sums_on_the_device
-from tables import beside
 from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
+from value_tables import beside
 
 from cocodiff.attention.strategy import LayerKey
 from cocodiff.attention.v_major.selection import Cards, Drift, DriftNotes, Schedule, Selection

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from seams import tell_of_blocking
-from tables import beside
+from value_tables import beside
 
 from cocodiff.comm import torch_dist
 from cocodiff.comm.checked import CheckedGroup

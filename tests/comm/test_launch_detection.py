@@ -6,7 +6,7 @@ import os
 
 import pytest
 from launching import fake
-from tables import beside
+from value_tables import beside
 
 from cocodiff.cli.main import main
 from cocodiff.comm.connect import environment_store

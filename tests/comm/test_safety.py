@@ -21,8 +21,8 @@ import pytest
 import torch
 from launching import assert_succeeded
 from strangers import Bomb
-from tables import beside
 from test_start import needs_ipv6
+from value_tables import beside
 from warm import Started, forked
 from warm_ranks import warm_mpiexec
 

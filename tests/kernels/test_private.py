@@ -14,7 +14,7 @@ from cocodiff_sycl import private
 from cocodiff_sycl.build import LEFT_S, lock, runtime_and_folder
 from cocodiff_sycl.find import Unavailable, find_runtime
 from cocodiff_sycl.private import private_folder
-from tables import beside
+from value_tables import beside
 
 ANOTHER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
