@@ -60,7 +60,7 @@ def made_on(size: int, pipe: Any, **settings: Any) -> list[Any]:
     return on_ranks(size, pipe, run=lambda own, _: [latents_of(own)], **{"guidance_parallel": 1} | settings)
 
 
-SIZES = [*((name, 2) for name in PIPELINES), *(("Wan 2.2", size) for size in (1, 4, 12)), ("TI2V, image", 12)]
+SIZES = [*((name, 2) for name in PIPELINES), ("TI2V, image", 12), *(("Wan 2.2", size) for size in (1, 4, 12))]
 
 
 @pytest.mark.sample(2)
