@@ -207,9 +207,7 @@ def test_options_are_words_of_the_command_line() -> None:
     assert words_of_restore({"range": "-1,2"}) == ["--range=-1,2"]
 
 
-def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(tmp_path: Path, monkeypatch: Any) -> None:
     """By a job that saves them and fails."""
     file = tmp_path / "given"
     words = f"open({str(file)!r}, 'w').write(sys.stdin.read()) and 1"

@@ -117,9 +117,7 @@ def test_the_librarys_own_all_to_all_is_not_what_the_command_line_leaves_to_batc
     assert how == {"flat": "auto", "library": "alltoall"}
 
 
-def test_the_librarys_all_to_all_of_equal_blocks_is_told_no_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_librarys_all_to_all_of_equal_blocks_is_told_no_sizes(tmp_path: Path, monkeypatch: Any) -> None:
     """For a library may have a faster way for these. That it brings what was sent is looked at before it is timed."""
     plain = dist.all_to_all_single
 

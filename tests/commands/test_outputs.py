@@ -461,9 +461,7 @@ def unchanging(folder: Path) -> dict[Path, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_impossible_targets_are_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
+def test_impossible_targets_are_refused_in_one_line(tmp_path: Path, monkeypatch: Any, overwrite: bool) -> None:
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     for folder in ("thesis", "users"):
@@ -483,9 +481,7 @@ def test_impossible_targets_are_refused_in_one_line(
     assert unchanging(tmp_path) == before
 
 
-def test_names_mean_what_they_say_and_the_working_directory_is_a_folder_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_mean_what_they_say_and_the_working_directory_is_a_folder_too(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     publish(".", OLD)
@@ -500,9 +496,7 @@ def test_names_mean_what_they_say_and_the_working_directory_is_a_folder_too(
 # Repeating a run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     folder = OutputFolder("restored", overwrite=False)
     write_settings(folder.open(), {"out": "restored", "seed": 0, "overwrite": True, "resume": True, "batch": None})

@@ -136,9 +136,7 @@ def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_what_the_script_of_a_page_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[str], None]
-) -> None:
+def test_what_the_script_of_a_page_tells(tmp_path: Path, monkeypatch: Any, snapshot: Callable[[str], None]) -> None:
     """Figures, curves and views of a volume of which every second voxel is embedded, and of 14 of 98 slices."""
     rows, calibrated = [], {"samples": 2, "intervals": {"factor_90": 2.0}}
     for n in range(101, 129, 2):
