@@ -184,14 +184,7 @@ class Job:
         self.run(given={"stage": NOTED, "number": 2 * count - 1, "strike": asdict(strike)})
         assert len(self.store.finished()) == count
 
-    def run(
-        self,
-        *more: object,
-        given: dict[str, Any] | None = None,
-        replicas: int = 1,
-        fault: str = "",
-        ignored: tuple[int, ...] = (),
-    ) -> Done:
+    def run(self, *more: object, given: Any = None, replicas: int = 1, fault: str = "", ignored: Any = ()) -> Done:
         """Run the command to its end. more: options, each in the place of the one of its name if there is one; given:
         what is done to it, and fault, whose limits it has; ignored: signals."""
         first, *fixed = self.kind.words

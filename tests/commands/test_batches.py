@@ -216,9 +216,7 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("name", sorted({one.name for one in (*INPAINT, *GENERATE)} - UNSEEN))
-def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_results_depend_on_is_compared_when_a_run_goes_on(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     given = ["--input", str(SLICE), "--out", str(tmp_path / "out"), "--ranks", "1", "--samples", "2"]
     values = parse("inpaint", "", with_settings(INPAINT), given)
     prepared = prepare(values, 1, 0.0)
@@ -268,9 +266,7 @@ def test_twelve_slices_that_are_left_are_listed_and_of_more_the_first_ones(tmp_p
 
 
 @pytest.mark.parametrize(("steps", "percent"), [(0, "25%"), (5, "50%"), (10, "75%"), (11, "75%")])
-def test_the_bar_of_a_job_counts_a_batch_as_far_as_it_has_come(
-    steps: int, percent: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bar_of_a_job_counts_a_batch_as_far_as_it_has_come(steps: int, percent: str, capsys: Any) -> None:
     """One of four slices is done, and this rank is at work on two."""
     with JobBar(4, "slices", lambda: 1, True) as bar:
         bar.begin(2, 4)
@@ -290,9 +286,7 @@ def test_a_line_has_a_line_of_its_own_beside_the_bar(monkeypatch: pytest.MonkeyP
     assert "a line" in re.split("[\r\n]", seen.getvalue())
 
 
-def test_the_first_calls_of_a_model_tell_how_long_it_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_calls_of_a_model_tell_how_long_it_takes(monkeypatch: Any, capsys: Any) -> None:
     """Of 100 steps ten are done in ten seconds, after ten whose time is not known."""
     now = [0.0]
     monkeypatch.setattr("cocodiff.jobs.terminal.time", SimpleNamespace(monotonic=lambda: now[0]))

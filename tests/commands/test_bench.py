@@ -53,18 +53,7 @@ def test_a_call_of_a_pipeline_has_the_batch_and_the_steps_that_were_asked_for() 
     assert (given["num_inference_steps"], given["prompts"]) == (7, 3)
 
 
-SHAPE = """
-name: toy
-family: {family}
-heads: 4
-head_dim: 32
-joint_layers: 1
-parallel_layers: {parallel}
-mlp_ratio: 4
-parameters: 1000000
-text_tokens: 6
-pixels_per_token: 16
-"""
+SHAPE = Path(__file__).with_name("toy_step.yaml").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -117,9 +106,7 @@ def test_the_librarys_own_all_to_all_is_not_what_the_command_line_leaves_to_batc
     assert how == {"flat": "auto", "library": "alltoall"}
 
 
-def test_the_librarys_all_to_all_of_equal_blocks_is_told_no_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_librarys_all_to_all_of_equal_blocks_is_told_no_sizes(tmp_path: Path, monkeypatch: Any) -> None:
     """For a library may have a faster way for these. That it brings what was sent is looked at before it is timed."""
     plain = dist.all_to_all_single
 

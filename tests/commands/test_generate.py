@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ SIDES = {"height": 32, "width": 48}
 PROMPTS = ["a tooth", "A tooth", "bone, polished"]
 FRAMES, STEPS = 5, 3  # of videos
 VIDEO = ("--frames", str(FRAMES), "--steps", str(STEPS), "--ranks")
-
+OF_IMAGE = (*VIDEO, "2", "--image", "first.png")
 BOUND = ("--preset", "split", "--quality", "50dB", "--quality_every", "9", "--guidance", "1", "--quiet")
 RUNS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     **{name: (build, ("--ranks", "2", "--quiet")) for name, build in FAMILIES.items()},
@@ -55,20 +57,14 @@ RUNS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: tiny_pipelines.wan_pipeline(**tiny_pipelines.umt5_text()),
         (*VIDEO, "4", "--prompt", *PROMPTS[::2], "--replicas", "2", "--guidance", "30", "--guidance_2", "2"),
     ),
-    "clip": (
-        lambda: tiny_pipelines.wan_pipeline(experts=1, image=True, clip=True),
-        (*VIDEO, "2", "--image", "first.png"),
-    ),
-    "tokens": (
-        lambda: tiny_pipelines.wan_pipeline(experts=1, tokens=True),
-        (*VIDEO, "2", "--image", "first.png", "--preset", "coded"),
-    ),
+    "clip": (partial(tiny_pipelines.wan_pipeline, experts=1, image=True, clip=True), OF_IMAGE),
+    "tokens": (partial(tiny_pipelines.wan_pipeline, experts=1, tokens=True), (*OF_IMAGE, "--preset", "coded")),
 }
-Run = Callable[..., Path]
+Run, Models = Callable[..., Path], Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Makes the model of a run, once."""
     folder = tmp_path_factory.mktemp("models")
 
@@ -89,7 +85,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(model: Callable[[str], Path], first: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def made(model: Models, first: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Makes the folder of results of a run, once; beside them lies what was said."""
     folder = tmp_path_factory.mktemp("generate")
 
@@ -132,7 +128,7 @@ def test_two_ranks_make_the_image_of_the_familys_pipeline(made: Run, name: str) 
     assert np.abs(pixels(made(name) / "images" / "image_tapa.png") - alone(pipe, **arguments)).max() <= 1
 
 
-def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Run, model: Callable[[str], Path]) -> None:
+def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Run, model: Models) -> None:
     """With SD3's negative prompt from `encode_prompt` itself, and klein's from a call of its own."""
     sd3 = diffusers.StableDiffusion3Pipeline.from_pretrained(model("text-sd3"), text_encoder_3=None, tokenizer_3=None)
     klein = diffusers.Flux2KleinPipeline.from_pretrained(model("text-klein"))
@@ -144,18 +140,15 @@ def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Run, mod
         assert np.abs(pixels(made(name) / "images" / image) - alone(pipe, seed, prompt=prompt)).max() <= 1
 
 
-def test_a_bound_on_quality_is_checked_on_some_images_and_kept_on_them(made: Run, model: Callable[[str], Path]) -> None:
+def test_a_bound_on_quality_is_checked_on_some_images_and_kept_on_them(made: Run, model: Models) -> None:
     out = made("bounded", model("text-sd3"), ("--prompt", *PROMPTS, *BOUND, "--ranks", "2"))
     document = json.loads((out / "metrics.json").read_text())
     (found,), rows = document["quality"], document["images"]
     taken = next(one for one in found["tried"] if one["setting"] == found["setting"])
     assert found["count"] == 3 and taken["kept"]
     assert found["calibrated_on"] == found["checked"] == ["a_tooth", "A_tooth-2"]
-    assert [(row["name"], row["mode"], row["exact_compared"]) for row in rows] == [
-        ("a_tooth", "split", True),
-        ("A_tooth-2", "split", True),
-        ("bone_polished", "split", False),
-    ]
+    named = zip(("a_tooth", "A_tooth-2", "bone_polished"), ("split",) * 3, (True, True, False), strict=True)
+    assert [(row["name"], row["mode"], row["exact_compared"]) for row in rows] == [*named]
     assert all(row["psnr_vs_exact_db"] == pytest.approx(taken["db"][row["name"]], abs=1e-3) for row in rows[:2])
     assert all(0 < sum(row["bytes"].values()) < sum(row["bytes_whole"].values()) for row in rows)
     assert len({pixels(out / "images" / f"{row['name']}_split.png").shape for row in rows}) == 1
@@ -170,9 +163,7 @@ def test_results_have_the_promised_names(made: Run) -> None:
     assert {path.name for path in (out / "images").iterdir()} == expected
     metrics = json.loads((out / "metrics.json").read_text())
     assert (metrics["schema"], metrics["ranks"], metrics["config"]["prompt"]) == (1, 4, PROMPTS)
-    assert [(row["name"], row["mode"]) for row in metrics["images"]] == [
-        (n, p) for n in names for p in ("flat", "tapa")
-    ]
+    assert [(row["name"], row["mode"]) for row in metrics["images"]] == [*product(names, ("flat", "tapa"))]
     for row in metrics["images"]:
         assert row["mask"] is row["psnr_db"] is row["ssim"] is row["mse"] is row["psnr_vs_exact_db"] is None
         # Each of two replicas has two ranks, one for each guidance branch: nothing is sent in attention.
@@ -226,9 +217,7 @@ def frames(path: Path) -> np.ndarray:
     return found.astype(int)
 
 
-def test_some_ranks_make_the_videos_of_diffusers_pipelines(
-    made: Run, model: Callable[[str], Path], first: Path
-) -> None:
+def test_some_ranks_make_the_videos_of_diffusers_pipelines(made: Run, model: Models, first: Path) -> None:
     expected, image = video_alone(model("wan")), Image.open(first).convert("RGB")
     for name in ("image_flat", "image_tapa"):
         assert np.abs(frames(made("wan") / "images" / f"{name}.tif") - expected).max() <= 1
@@ -241,9 +230,7 @@ def test_some_ranks_make_the_videos_of_diffusers_pipelines(
         assert np.abs(found - video_alone(model("text-wan"), prompt=prompt, guidance_scale=30.0)).max() > 1
 
 
-def test_what_is_lossy_is_compared_with_the_exact_run_over_all_frames(
-    made: Run, model: Callable[[str], Path], first: Path
-) -> None:
+def test_what_is_lossy_is_compared_with_the_exact_run_over_all_frames(made: Run, model: Models, first: Path) -> None:
     (row,) = json.loads((made("tokens") / "metrics.json").read_text())["images"]
     exact = video_alone(model("tokens"), image=Image.open(first).convert("RGB"))
     coded = frames(made("tokens") / "images" / "image_coded.tif")
@@ -263,9 +250,7 @@ def test_results_of_videos_have_the_promised_names_and_the_report_shows_frames(m
     assert "1 of 1 videos" in said and ("without an MP4" in said) != has_encoder()
 
 
-def test_a_first_frame_is_not_replaced_by_the_video_made_of_it(
-    made: Run, model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_first_frame_is_not_replaced_by_its_video(made: Run, model: Models, tmp_path: Path, capsys: Any) -> None:
     shutil.copytree(made("clip"), tmp_path / "out")
     image = tmp_path / "out" / "images" / "image_tapa.tif"
     given = {"model": model("clip"), "out": tmp_path / "out", "image": image, "frames": FRAMES, **SIDES}
@@ -297,7 +282,7 @@ def test_an_mp4_has_every_frame(made: Run) -> None:
         assert told["size"] == (SIDES["width"], SIDES["height"]) and told["fps"] == fps
 
 
-def test_the_deal_counts_a_videos_tokens_and_both_experts(model: Callable[[str], Path]) -> None:
+def test_the_deal_counts_a_videos_tokens_and_both_experts(model: Models) -> None:
     wan = model("wan")
     shape, one = load_shape(str(wan)), load_shape(str(wan / "transformer_2"))
     assert shape.parameters == 2 * one.parameters and shape.branches == 2

@@ -100,9 +100,7 @@ def test_results_have_the_promised_names_and_the_run_can_be_repeated(restore: Re
         assert np.array_equal(tifffile.imread(out / name), tifffile.imread(tmp_path / "again" / name))
 
 
-def test_a_store_is_restored_in_a_region_under_its_own_labels(
-    restore: Restore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_is_restored_in_a_region_under_its_own_labels(restore: Restore, tmp_path: Path, capsys: Any) -> None:
     volume, labels = noise((4, 48, 64), np.uint16), np.zeros((4, 48, 64), np.uint8)
     labels[1:3, 4:20, 6:30], labels[2, 30:35, 8:20] = 4, 9
     axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
@@ -138,9 +136,7 @@ def test_a_store_is_restored_in_a_region_under_its_own_labels(
         assert json.loads(told) == made
 
 
-def test_a_constant_slice_is_told_and_comes_back(
-    restore: Restore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_constant_slice_is_told_and_comes_back(restore: Restore, tmp_path: Path, capsys: Any) -> None:
     slice_YX, hole_YX = np.full((48, 48), 777, np.uint16), hole_of((48, 48))
     for name, array in (("flat", slice_YX), ("hole", hole_YX)):
         tifffile.imwrite(tmp_path / f"{name}.tif", array)

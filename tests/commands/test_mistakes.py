@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tifffile
 import tiny_pipelines
+import yaml
 from PIL import Image
 from planned_models import PLANNED
 
@@ -93,14 +94,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-COUNTS = {  # options of commands that have to be 1 at least
-    "plan --model flux.1": "batch steps size frames height width nodes ranks branches images",
-    "inpaint": "steps batch ranks exact_slices samples tile frames",
-    "generate --model sd3.5 --prompt a": "steps height width frames fps ranks",
-    "train --input large.tif": "iterations batch patches ranks",
-    "verify --model nowhere": "steps height width frames ranks",
-    "doctor": "ranks batch size",
-}
+COUNTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("counts.yaml").read_text())
 ODD_NAMES = [
     (f"inpaint {option} '{name}{suffix}'", said)
     for name in ("x" * 5000, "nul\0", "a\nb")

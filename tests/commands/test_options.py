@@ -149,15 +149,7 @@ def helped(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("command", "headings"),
-    [
-        ("inpaint", "data: restoring: ranks: results:"),
-        ("sweep", "data: restoring: ranks: results:"),
-        ("generate", "images: ranks: results:"),
-        ("train", "data: training: ranks: results:"),
-    ],
-)
+@pytest.mark.parametrize(("command", "headings"), CASES["headings"].items())
 def test_help_is_short_and_grouped_and_a_long_one_shows_every_option(monkeypatch, capsys, command, headings):
     monkeypatch.setenv("COLUMNS", "80")
     short = helped(capsys, command, "--help")

@@ -33,10 +33,8 @@ NEW = {**{f"images/{number}.png": "new" for number in range(BATCHES)}, MARK: "ne
 OLD = {"images/0.png": "old", "images/only_old.png": "old", "tables/old.txt": "old", MARK: "old"}
 USERS = {"images/notes.txt": "the user's", "mine/thesis.tex": "the user's"}
 # What strikes an operation. "torn": the file is there, but what was to be in it is not.
-KILLS, ERRORS = (
-    ("kill", "torn"),
-    ("interrupt", errno.ENOSPC, errno.EIO, errno.EPERM, errno.EDQUOT, errno.EROFS, errno.EFBIG),
-)
+KILLS = ("kill", "torn")
+ERRORS = ("interrupt", errno.ENOSPC, errno.EIO, errno.EPERM, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -197,9 +195,8 @@ def test_whatever_happens_at_any_operation_nothing_is_lost_and_the_next_start_en
             if event not in (*REMOVES, "os.truncate"):  # what could not be removed, or a lock without its owner's name
                 judge_end(struck, existed is not None)
             judge(struck, old, USERS if old else {})
-            assert existed is None or os.path.samestat(existed, out.stat()), (
-                "a folder that may be a mount point is never replaced"
-            )
+            # A folder that may be a mount point is never replaced.
+            assert existed is None or os.path.samestat(existed, out.stat())
 
 
 def judge_end(struck: Struck, existed: bool) -> None:
@@ -461,9 +458,7 @@ def unchanging(folder: Path) -> dict[Path, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_impossible_targets_are_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
+def test_impossible_targets_are_refused_in_one_line(tmp_path: Path, monkeypatch: Any, overwrite: bool) -> None:
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     for folder in ("thesis", "users"):
@@ -483,9 +478,7 @@ def test_impossible_targets_are_refused_in_one_line(
     assert unchanging(tmp_path) == before
 
 
-def test_names_mean_what_they_say_and_the_working_directory_is_a_folder_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_mean_what_they_say_and_the_working_directory_is_a_folder_too(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     publish(".", OLD)
@@ -500,9 +493,7 @@ def test_names_mean_what_they_say_and_the_working_directory_is_a_folder_too(
 # Repeating a run ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     folder = OutputFolder("restored", overwrite=False)
     write_settings(folder.open(), {"out": "restored", "seed": 0, "overwrite": True, "resume": True, "batch": None})

@@ -75,16 +75,7 @@ def test_a_dry_run_takes_the_name_of_results_and_leaves_them(tmp_path: Path) -> 
     assert main(words) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "tiles"),
-    [
-        ("--samples 2 --no_hidden_test --axes z", 2 * 4),
-        ("--samples 4 --no_hidden_test --axes z y", 2 * 4 + 2 * 10),
-        ("--samples 2 --axes z --slices 0:12", 3 * 4),  # one more learns the intervals
-        ("--samples 2 --hidden_test --axes y", 2 * 10 + 2 * 10),  # the test restores as many as the job
-        ("--samples 5 --no_hidden_test --axes z --ranks 12 --machine aurora", 5 * 4),
-    ],
-)
+@pytest.mark.parametrize(("words", "tiles"), CASES["work"].items())
 def test_a_dry_run_says_how_much_the_model_has_to_do_and_how_long_it_takes(
     words: str, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,18 +135,10 @@ def test_who_guides(tmp_path, pipeline, more, guidance, expected):
     assert guides(Request(str(model), GENERATE, ("",), guidance)) is expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "task", "runs"),
-    [
-        ("StableDiffusion3Pipeline", INPAINT, "StableDiffusion3InpaintPipeline"),
-        ("StableDiffusion3Pipeline", GENERATE, "StableDiffusion3Pipeline"),
-        ("FluxPipeline", INPAINT, "FluxInpaintPipeline"),
-        ("WanPipeline", INPAINT, "WanPipeline"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "task", "runs"), CASES["steps"])
 def test_steps_are_the_models_own_unless_they_are_told(tmp_path: Path, kind: str, task: str, runs: str) -> None:
     """The default of the pipeline that runs; of the embedded model, and one trained from it, what was measured."""
     index_of(tmp_path, kind)
     expected = inspect.signature(getattr(diffusers, runs).__call__).parameters["num_inference_steps"].default
-    assert usual_steps(Request(str(tmp_path), task)) == expected >= 28
+    assert usual_steps(Request(str(tmp_path), {"inpaint": INPAINT, "generate": GENERATE}[task])) == expected >= 28
     assert usual_steps(Request(EMBEDDED, INPAINT)) == 10

@@ -19,14 +19,7 @@ from cocodiff.cli.main import main
 from cocodiff.planner.decisions import read_decisions
 
 Plan = Callable[..., tuple[dict[str, Any], str]]
-TOY = "name: toy\nheads: 24\nhead_dim: 64\njoint_layers: 2\nparameters: 1000000\ntext_tokens: 24\n"
-CARD = """name: a card
-cards: 1
-tiles: 2
-planes: [0, 1]
-links: {sibling_gb_s: 1, latency_us: 1}
-device: {bf16_tflop_s: 100, memory_gb_s: 1000, launch_us: 1}
-"""
+TOY, CARD = (Path(__file__).with_name(f"{name}.yaml").read_text() for name in ("toy", "card"))
 
 
 @pytest.fixture

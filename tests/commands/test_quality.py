@@ -12,21 +12,8 @@ import numpy as np
 import pytest
 import tifffile
 import yaml
-from cocodiff_eval.harness.quality import (
-    CACHED,
-    CODED,
-    ENOUGH,
-    MARGIN_DB,
-    UNCODED,
-    Bound,
-    CandidateTrial,
-    Figure,
-    Quality,
-    SettingGroup,
-    Slices,
-    next_trial,
-    read_ladder,
-)
+from cocodiff_eval.harness import quality as bounds
+from cocodiff_eval.harness.quality import MARGIN_DB, Bound, Figure, Quality, SettingGroup, Slices, read_ladder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import assert_succeeded
@@ -39,6 +26,7 @@ from cocodiff.planner.calibrate import slowed
 from cocodiff.topology import Topology
 
 BOUND = "65.8dB"
+CASES = yaml.safe_load(Path(__file__).with_name("bounds.yaml").read_text())
 CODECS = {"int2", "int4", "int8", "none"}
 SLICE = Path(__file__).parents[2] / "cocodiff" / "demo_model" / "samples" / "synthetic_organ_1.tif"
 
@@ -50,24 +38,15 @@ def asked(bound: str, **settings: Any) -> Quality:
     return quality
 
 
-@pytest.mark.parametrize(
-    ("text", "bound"),
-    [
-        ("50dB", Bound(50.0, "exact")),
-        ("20 db", Bound(20.0, "exact")),
-        ("62.5", Bound(62.5, "exact")),
-        ("200", Bound(200.0, "exact")),
-        (".3dB", Bound(0.3, "truth")),
-        *((text, None) for text in ("", "0dB", "5dB", "19.9", "201dB", "-3dB", "nan", "1e3", "50 bits", "9" * 400)),
-    ],
-)
-def test_a_bound_is_a_distance_or_a_loss(text: str, bound: Bound | None) -> None:
-    """What is none of them is refused with the remedy."""
-    if bound is not None:
-        assert Bound.parse(text) == bound
-    else:
-        with pytest.raises(UserError, match=r"at least|20 to 200 dB \(50dB\).*below 5 dB \(0.3dB\)"):
-            Bound.parse(text)
+@pytest.mark.parametrize(("text", "db", "of"), CASES["bounds"])
+def test_a_bound_is_a_distance_or_a_loss(text: str, db: float, of: str) -> None:
+    assert Bound.parse(text) == Bound(db, of)
+
+
+@pytest.mark.parametrize("text", [*CASES["no bounds"], "9" * 400])
+def test_what_is_no_bound_is_refused_with_the_remedy(text: str) -> None:
+    with pytest.raises(UserError, match=r"at least|20 to 200 dB \(50dB\).*below 5 dB \(0.3dB\)"):
+        Bound.parse(text)
 
 
 @given(st.data())
@@ -76,22 +55,18 @@ def test_the_cheapest_setting_that_all_checked_slices_keep_is_found_in_few_trial
     """Of settings that are the better the dearer they are, whatever the slices."""
     candidates, count = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
     steps = st.lists(st.floats(0, 30), min_size=candidates, max_size=candidates)
-    db = [
-        [20 + sum(more[: candidate + 1]) for candidate in range(candidates)]
-        for more in data.draw(st.tuples(*[steps] * count))
-    ]
+    of_slices = data.draw(st.tuples(*[steps] * count))
+    db = [[20 + sum(more[: candidate + 1]) for candidate in range(candidates)] for more in of_slices]
     slices = Slices.chosen(count, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20)))
     bound = Bound(data.draw(st.floats(20, 120)), "exact")
     figures: dict[int, dict[int, float | None]] = {}
     tried = set()
-    while isinstance(found := next_trial(bound, slices, candidates, figures), CandidateTrial):
+    while isinstance(found := bounds.next_trial(bound, slices, candidates, figures), bounds.CandidateTrial):
         assert found.candidate < candidates - 1, "the exact one needs no trial"
         tried.add(found.candidate)
         figures.setdefault(found.candidate, {}).update({one: db[one][found.candidate] for one in found.slices})
     needed = bound.db + slices.margin_db
-    keep = [
-        candidate for candidate in range(candidates - 1) if all(db[one][candidate] >= needed for one in slices.checks)
-    ]
+    keep = [r for r in range(candidates - 1) if all(db[one][r] >= needed for one in slices.checks)]
     assert found == (keep[0] if keep else candidates - 1)
     calibrated = [r for r in range(candidates - 1) if all(db[one][r] >= needed for one in slices.calibration)]
     broken = found - (calibrated[0] if calibrated else candidates - 1)
@@ -101,7 +76,7 @@ def test_the_cheapest_setting_that_all_checked_slices_keep_is_found_in_few_trial
 def test_fewer_checked_slices_than_enough_need_a_margin() -> None:
     assert Slices.chosen(100, 2, 20) == Slices(100, (0, 1), (0, 1, 20, 40, 60, 80))
     assert Slices.chosen(100, 2, 20).margin_db == MARGIN_DB
-    assert Slices.chosen(100, 2, 20, (7, 9, 11)).margin_db == 0, f"{ENOUGH} are enough"
+    assert Slices.chosen(100, 2, 20, (7, 9, 11)).margin_db == 0, f"{bounds.ENOUGH} are enough"
     assert Slices.chosen(3, 2, 1).margin_db == 0, "none is left that was not checked"
     loss = Bound(0.3, "truth")
     assert loss.with_margin(20).db == pytest.approx(0.03) and Bound(50, "exact").with_margin(3).db == 53
@@ -122,7 +97,10 @@ def test_the_ladder_suits_the_links_and_ends_exactly(machine, ranks, codecs) -> 
     assert [config.exact for config in quality.candidates.values()] == [False] * (len(quality.candidates) - 1) + [True]
     assert {config.codec for config in quality.candidates.values()} == codecs
     assert [*quality.changes] == [*quality.candidates]
-    assert len({frozenset(change) for name in (CODED, UNCODED) for change in read_ladder(name).values()}) == 1
+    assert (
+        len({frozenset(change) for name in (bounds.CODED, bounds.UNCODED) for change in read_ladder(name).values()})
+        == 1
+    )
 
 
 def test_a_bound_chooses_the_threshold_of_a_step_cache() -> None:
@@ -135,7 +113,7 @@ def test_a_bound_chooses_the_threshold_of_a_step_cache() -> None:
     assert thresholds == sorted(thresholds, reverse=True)
     assert {(config.step_cache, config.exact_attention) for config in cached} == {("first_block", True)}
     assert exact.exact and not any(config.exact for config in cached)
-    assert len({frozenset(change) for change in read_ladder(CACHED).values()}) == 1
+    assert len({frozenset(change) for change in read_ladder(bounds.CACHED).values()}) == 1
     with pytest.raises(UserError, match=r"step_cache_threshold 0\.1: --quality 40dB chooses it"):
         asked("40dB", step_cache="first_block", step_cache_threshold=0.1)
 

@@ -80,9 +80,7 @@ def test_the_mask_may_cover_whole_slices_and_nothing_else(scan: Path, tmp_path: 
 
 
 @pytest.mark.full
-def test_a_stopped_training_goes_on_to_the_same_bits(
-    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_training_goes_on_to_the_same_bits(scan: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     assert train(scan, tmp_path / "whole") == 0
     advance = training.Trainer.advance
 
@@ -144,9 +142,7 @@ def test_ranks_train_together(scan: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(np.isfinite(one).all() for one in weights.values())
 
 
-def test_training_that_has_diverged_says_so(
-    scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_that_has_diverged_says_so(scan: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(training, "loss_of", lambda model, *_: next(model.parameters()).sum() * float("nan"))
     assert train(scan, tmp_path / "model") == 2 and not (tmp_path / "model").exists()
     (said,) = capsys.readouterr().err.splitlines()

@@ -20,19 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
 from cocodiff.attention.trial import DeviceTrial
-from cocodiff.cli.doctor import facts, trials
-from cocodiff.cli.doctor.checks import (
-    CHECKS,
-    FAULT,
-    GOOD,
-    LEAST,
-    WARNING,
-    Finding,
-    examine,
-    is_healthy,
-    planes_of,
-    spelled,
-)
+from cocodiff.cli.doctor import checks, facts, trials
+from cocodiff.cli.doctor.checks import CHECKS, FAULT, GOOD, WARNING, Finding, examine, is_healthy
 from cocodiff.cli.doctor.command import table
 from cocodiff.cli.doctor.facts import AllToAllTrial, CallTiming, Card, Facts, LinkTrial, Nic, Overlap, RankFacts
 from cocodiff.config.config import load_machine, read_yaml
@@ -48,7 +37,7 @@ Change = Callable[[Facts], Facts]
 LINKS = [LinkTrial("sibling", 2**26, 2, 1e-3), LinkTrial("plane", 2**20, 10, 4e-4), LinkTrial("plane", 2**26, 10, 7e-3)]
 # Facts of which nodes.yaml has the arguments, one or several.
 ONE, SEVERAL = {"overlap": Overlap, "device_trial": DeviceTrial}, {"links": LinkTrial, "issues": CallTiming}
-SEVERAL |= {"alltoalls": AllToAllTrial, "kernel_trials": KernelTrial}
+SEVERAL |= {"alltoalls": AllToAllTrial, "kernel_trials": KernelTrial, "nics": Nic}
 
 
 def healthy_rank(rank: int, host: str) -> RankFacts:
@@ -124,7 +113,6 @@ def two_hosts(host_of: Callable[[int], int]) -> Change:
 
 
 ON_CPU = ranks(**NODES["cpu"])
-WRONG_KERNEL = KernelTrial("l1_score", "float32", "[1, 70]", 0.5, "differs by more")
 BLOCKED = [CallTiming("all-to-all", size, 22, 9e-4, 1e-3) for size in (4096, 2**20)]
 
 # What is wrong, by its name; what is told of each stands in the snapshots.
@@ -147,7 +135,7 @@ def wrong(findings: list[Finding]) -> list[Finding]:
 def test_lines_of_all_that_can_be_wrong(snapshot: Callable[[str], None]) -> None:
     """The severity and the check of each, its values and the remedy; a fault makes a job unhealthy, which no warning
     does; and every check can find something wrong."""
-    told, checks = list[str](), set[str]()
+    told, found_by = list[str](), set[str]()
     for name, change in WRONG.items():
         findings = examine(change(healthy_job()))
         found = wrong(findings)
@@ -155,8 +143,8 @@ def test_lines_of_all_that_can_be_wrong(snapshot: Callable[[str], None]) -> None
         assert {one.check for one in found}.isdisjoint(one.check for one in findings if one.severity == GOOD), name
         assert name == "memory that nobody knows" or all(one.remedy for one in found), name
         told += [f"{name}:", *table(found)]
-        checks |= {one.check for one in found}
-    assert checks == CHECKS.keys()
+        found_by |= {one.check for one in found}
+    assert found_by == CHECKS.keys()
     snapshot("\n".join(told))
 
 
@@ -200,21 +188,9 @@ def test_what_just_suffices_is_not_wrong(name: str) -> None:
     assert wrong(examine(JUST_ENOUGH[name](healthy_job()))) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "check", "values"),
-    [
-        (ranks(13, tile="uuid-0"), "tiles", "12-13 x2"),
-        (ranks(13, cores=(4,)), "cores", "12-13 x2"),
-        (setting(*range(12, 24), CCL_WORKER_AFFINITY="8"), "cores", "rank 13 x2"),
-        (ranks(*range(12, 24), nics=NICS[1:]), "nics", "x2, 8"),
-        (setting(*range(12, 24), CCL_TOPO_COLOR=PLANES.replace("3,4", "4,3,2").replace("1,2", "1")), "planes", "x2"),
-        (both(ranks(13, no_sycl="no gcc"), ranks(12, sycl="", no_sycl="no icpx")), "sycl", "x2 icpx"),
-        (ranks(20, kernel_trials=(WRONG_KERNEL,), sycl="Max"), "kernels", "x2 l1_score Max"),
-        (ranks(20, free=GIB), "memory", "20, 1.00"),
-    ],
-)
-def test_what_is_wrong_on_the_second_host_alone_is_found_there(change: Change, check: str, values: str) -> None:
-    found = wrong(examine(change(healthy_job(24))))
+@pytest.mark.parametrize(("changed", "check", "values"), NODES["second host"])
+def test_what_is_wrong_on_the_second_host_alone_is_found_there(changed: Any, check: str, values: str) -> None:
+    found = wrong(examine(both(*starmap(change_of, changed.items()))(healthy_job(24))))
     assert {one.check for one in found} == {check} and "x1" not in found[0].text
     assert all(value in found[0].text for value in values.split())
 
@@ -222,19 +198,20 @@ def test_what_is_wrong_on_the_second_host_alone_is_found_there(change: Change, c
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.permutations(range(4)))
 def test_numbers_of_planes_carry_no_meaning(planes: list[int], names: list[int]) -> None:
-    assert spelled(planes) == spelled([names[plane] for plane in planes])
-    assert spelled(planes_of("card:{0};plane:" + spelled(planes))) == spelled(planes)
+    spelled = checks.spelled(planes)
+    assert spelled == checks.spelled([names[plane] for plane in planes])
+    assert spelled == checks.spelled(checks.planes_of(f"card:{{0}};plane:{spelled}"))
 
 
 @pytest.mark.parametrize("color", ["", "card:{0,1}", "plane:{0,2}", "plane:{1,2}", "plane:{a}", "plane:{}"])
 def test_colours_that_make_no_sense(color: str) -> None:
     with pytest.raises(ValueError, match="names no plane"):
-        planes_of(color)
+        checks.planes_of(color)
 
 
 def test_least_versions_are_those_of_the_project() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    for package, least in LEAST.items():
+    for package, least in checks.LEAST.items():
         assert f'"{package}>={".".join(map(str, least))}"' in text
 
 
@@ -257,23 +234,12 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("environment", "tiles", "card"),
-    [
-        (NODES["aurora"]["environment"], 4, Card("0000:18:00.0", (1,))),  # whose module always selects all GPUs
-        ({"ONEAPI_DEVICE_SELECTOR": "*:gpu"}, 8, Card("0000:08:00.0", (0,))),
-        ({"ONEAPI_DEVICE_SELECTOR": "level_zero:0,1"}, 4, None),
-        ({"ONEAPI_DEVICE_SELECTOR": "opencl:gpu;level_zero:1"}, 4, None),
-        ({"ZE_AFFINITY_MASK": "1"}, 4, None),
-        ({}, 5, None),
-    ],
-)
-def test_a_tiles_card_is_known_unless_variables_select_among_them(
-    host: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], tiles: int, card: Card | None
-) -> None:
+@pytest.mark.parametrize(("environment", "tiles", "card"), NODES["selected"])
+@pytest.mark.usefixtures("host")
+def test_a_tiles_card_is_known_unless_variables_select_among_them(monkeypatch, environment, tiles, card):
     monkeypatch.setattr(facts, "tiles_seen", lambda device: tiles)
     monkeypatch.setattr(facts.os, "environ", environment)
-    assert facts.card_of(torch.device("xpu", 3)) == card
+    assert facts.card_of(torch.device("xpu", 3)) == (Card(*map(as_tuple, card)) if card else None)
 
 
 def test_a_host_is_read_from_what_the_system_tells(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from cocodiff.cli.doctor.checks import Finding, examine
 from cocodiff.comm import launch
 from cocodiff.comm.health import Health
 from cocodiff.comm.launch import Launch
+from cocodiff.config.config import read_yaml
 
 # A rank under mpiexec: what a job of its own says, in which ranks meet and tell their numbers.
 NESTED = """
@@ -42,6 +43,7 @@ def work(transport):
 sys.exit(run_ranks(None, launch.detect(), Config(device="cpu"), {}, work))
 """
 VALUES = {"machine": "local", "device": "auto", "kernels": "torch", "messages": "auto", "model": None, "size": 64}
+NODES = read_yaml(Path(__file__).with_name("nodes.yaml"))
 LIMITS = {"patience_s": 60.0, "compile_s": 60.0, "timeout_s": 60.0}
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread_a_rank")]
@@ -154,22 +156,7 @@ def asked(trial: str, how: Launch, size: int, rank: int = 0, **of_transport: Any
     return command.ask(trial, transport, how, VALUES | LIMITS)
 
 
-PALS = {"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "12", "CCL_OP_SYNC": "1", "COCODIFF_RANKS": "24"}
-BY_PALS = "mpiexec --pmi=pmix --envall"
-MORE = {"MPIEXEC_FLAGS": "--no-vni"}  # of PALS' mpiexec
-
-
-@pytest.mark.parametrize(
-    ("trial", "how", "environment", "started", "sync"),
-    [
-        ("pair", Launch("mpi", 0, 24, 0, 12), PALS, f"{BY_PALS} -n 2 --ppn 2", "1"),
-        ("op_sync", Launch("mpi", 0, 24, 0, 12), PALS | MORE, f"{BY_PALS} --no-vni -n 24 --ppn 12", "0"),
-        ("pair", Launch("mpi", 0, 24, 0, 1), {}, "mpiexec -n 2 --ppn 1", None),
-        ("op_sync", Launch("mpi", 0, 24, 0, 12), MORE, "mpiexec -n 24 --ppn 12", "1"),
-        ("op_sync", Launch("torchrun", 0, 24, 0, 12), {"RANK": "0", "CCL_OP_SYNC": "0"}, "12", "1"),
-        ("pair", Launch("forked", 0, 24, 0, 24), {}, "2", None),
-    ],
-)
+@pytest.mark.parametrize(("trial", "how", "environment", "started", "sync"), NODES["own jobs"])
 def test_a_job_of_its_own_is_started_as_this_one_was(monkeypatch, trial, how, environment, started, sync):
     """Where a launcher's other process would be no rank of it: forked."""
     ran: list[tuple[list[str], dict[str, str]]] = []
@@ -184,6 +171,7 @@ def test_a_job_of_its_own_is_started_as_this_one_was(monkeypatch, trial, how, en
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    how = Launch(*how)
     assert asked(trial, how, 24) == ([1, [2]], ["last"])
     ((words, env),) = ran
     assert env.get("CCL_OP_SYNC") == sync and not {"PALS_RANKID", "PALS_LOCAL_SIZE", "RANK"} & env.keys()
@@ -201,15 +189,7 @@ def test_a_job_that_cannot_be_started_or_does_not_end_is_told(monkeypatch: pytes
     assert asked("pair", Launch("forked", 0, 2, 0, 2), 2) == ([], ["no end within 0.5 s"])
 
 
-@pytest.mark.parametrize(
-    ("trial", "of_transport"),
-    [
-        ("pair", {"one_thread": False}),
-        ("op_sync", {"library": "nccl"}),
-        ("op_sync", {"one_thread": False}),
-        ("pair", {"rank": 1}),
-    ],
-)
+@pytest.mark.parametrize(("trial", "of_transport"), NODES["none of its own"])
 def test_nothing_is_started_by_other_ranks_and_for_other_libraries(monkeypatch, trial, of_transport):
     monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: pytest.fail("started"))
     assert asked(trial, Launch("forked", 0, 2, 0, 2), 2, **of_transport) == ([], [])

@@ -28,12 +28,9 @@ def test_peers_are_all_of_few_ranks_and_a_sample_of_many(size: int, most: int) -
 def test_a_sample_has_every_kind_of_link_of_every_rank(size: int) -> None:
     topology = topology_of("aurora", size)
     for rank in range(size):
-        kinds = {topology.link_class(rank, peer) for peer in trials.peers_of(rank, size)}
-        assert kinds >= {*KINDS, "node"}
-        planes = {
-            topology.places[p].plane for p in trials.peers_of(rank, size) if topology.link_class(rank, p) == "node"
-        }
-        assert len(planes) == 2
+        kinds = {peer: topology.link_class(rank, peer) for peer in trials.peers_of(rank, size)}
+        assert {*kinds.values()} >= {*KINDS, "node"}
+        assert len({topology.places[peer].plane for peer, kind in kinds.items() if kind == "node"}) == 2
 
 
 @pytest.mark.parametrize(("machine", "size"), [("aurora", 12), ("aurora", 36), ("local", 5), ("mesh-4", 4)])
@@ -42,13 +39,11 @@ def test_the_trial_of_a_kind_of_link_sends_over_these_links_alone(machine: str, 
     topology = topology_of(machine, size)
     of_ranks = [trials.linked(topology, rank) for rank in range(size)]
     pairs = {(kind, a, b) for a, of_rank in enumerate(of_ranks) for kind, (to, _) in of_rank.items() for b in to}
-    assert pairs == {
-        (kind, a, b) for b, found in enumerate(of_ranks) for kind, (_, come) in found.items() for a in come
-    }
+    coming = enumerate(of_ranks)
+    assert pairs == {(kind, a, b) for b, found in coming for kind, (_, come) in found.items() for a in come}
     classes = {(topology.link_class(a, b), a, b) for a in range(size) for b in range(size)}
-    assert pairs - {one for one in pairs if one[0] == "nic"} == {
-        one for one in classes if one[0] in ("sibling", "plane")
-    }
+    of_node = {one for one in classes if one[0] in ("sibling", "plane")}
+    assert pairs - {one for one in pairs if one[0] == "nic"} == of_node
     assert all(topology.link_class(a, b) == "node" for kind, a, b in pairs if kind == "nic")
     assert {tuple(found) for found in of_ranks} == {tuple(of_ranks[0])}
     assert ("nic" in of_ranks[0]) == (topology.nodes > 1)

@@ -320,16 +320,14 @@ def test_generated_links(make: Callable[..., str], seed: int, region: Region | N
         one, made_of = old[chosen], sources_of(old[chosen])
         for source in made_of:  # which grows meanwhile
             made_of += sources_of(source)
-        kept = {
-            name: node
-            for name, node in found.items()
-            if node == one
-            or not isinstance(node, h5py.Dataset)
-            or (
-                (node.file == old and node not in made_of and (region is None or not node.is_virtual))
-                and all(source == one for source in sources_of(node))
-            )
-        }
+
+        def is_kept(node: h5py.Group | h5py.Dataset) -> bool:
+            if node == one or not isinstance(node, h5py.Dataset):
+                return True
+            own = node.file == old and node not in made_of and (region is None or not node.is_virtual)
+            return own and all(source == one for source in sources_of(node))
+
+        kept = {name: node for name, node in found.items() if is_kept(node)}
         follow_links = one.file != old or chance.random() < 0.5
         with result_of(f"{path}:/{chosen}", region, follow_links) as new:
             made = paths_of(new)

@@ -90,9 +90,8 @@ def test_document_has_the_names_users_script_on() -> None:
     (step,) = metrics.mean_profile(profiles)  # type: ignore[arg-type]
     assert step == {"step": 0, "displaced_sets": {"": 0.5, "qkvo": 0.25}, "change": None}
     ((_, _, _, (both,)),) = grouped([row for row in document["images"] if row["name"] in ("stack[0]", "stack[12]")])
-    assert both["baseline"]["seconds"] == pytest.approx(
-        2 * BASELINE["seconds"]
-    )  # the first replica judges what two made
+    # The first replica judges what two made.
+    assert both["baseline"]["seconds"] == pytest.approx(2 * BASELINE["seconds"])
     means = document["summary"]["rows"]  # what of them pages and tables show is in the snapshots
     counts = [(2, 2, 2), (2, 2, 0), (13, 2, 1), (2, 0, 0), (1, 1, 1)]
     assert [(row["n"], row["compared"], row["identical"]) for row in means] == counts
@@ -202,8 +201,5 @@ def test_resolution_of_a_constant_truth_is_unknown_and_told_so() -> None:
     rows = [Result(f"a[{n}]", "m", "flat", **QUALITY, **one).row() for n, one in enumerate((unknown, known))]
     assert [row["resolution"] for row in rows] == [None, 2]
     assert "resolution" not in Result("a", "m", "flat", **QUALITY).row()
-    assert [metrics.ring_figures(some)[0][2] for some in (rows, rows[1:], rows[:1])] == [
-        "2.0 voxels (unknown in 1 of 2 slices)",
-        "2.0 voxels",
-        "unknown",
-    ]
+    told = [metrics.ring_figures(some)[0][2] for some in (rows, rows[1:], rows[:1])]
+    assert told == ["2.0 voxels (unknown in 1 of 2 slices)", "2.0 voxels", "unknown"]

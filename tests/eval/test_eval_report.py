@@ -15,16 +15,9 @@ import pytest
 from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.masks import block_mask
 from cocodiff_eval.quality.metrics import metrics_document
+from cocodiff_eval.report import pictures
 from cocodiff_eval.report.page import write_report
-from cocodiff_eval.report.pictures import (
-    Picture,
-    encode,
-    error_image,
-    plan_pictures,
-    shown_slices,
-    window,
-    worst_slices,
-)
+from cocodiff_eval.report.pictures import Picture, encode, plan_pictures, shown_slices, window
 from cocodiff_eval.report.tables import terminal_table
 from eval_helpers import BASELINE, NOTHING, QUALITY, RICH_SLICES, SAMPLES, marked, phantom, rich_run, row_of
 from PIL import Image
@@ -95,9 +88,9 @@ def pixels(text: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))))
 
 
-def rendered(folder: Path, metrics: dict, pictures: Iterable[Picture], facts: dict[str, str], **more: Any) -> str:
+def rendered(folder: Path, metrics: dict, shown: Iterable[Picture], facts: dict[str, str], **more: Any) -> str:
     path = folder / "report.html"
-    write_report(path, metrics, (encode(picture, 512, 10**6) for picture in pictures), facts, **more)
+    write_report(path, metrics, (encode(picture, 512, 10**6) for picture in shown), facts, **more)
     return path.read_text(encoding="utf-8")
 
 
@@ -188,7 +181,7 @@ def test_the_more_slices_the_smaller_their_pictures() -> None:
     many_stacks = plan_pictures([[True] * 9000, *[[True] * 45] * 200], 3)  # each has its share, and one slice at least
     assert [len(one) for one in many_stacks.shown] == [100] + [1] * 200
     quality = {0: [1.0, 9.0], 1: [3.0, 2.0], 2: [0.5], 3: []}
-    assert worst_slices(quality, frozenset({2}), 1) == [0]
+    assert pictures.worst_slices(quality, frozenset({2}), 1) == [0]
     noise_YX = np.random.default_rng(0).random((300, 300))
     restored = dict.fromkeys(("flat", "tapa", "biharmonic"), noise_YX)
     picture = Picture("a", "block", 0, noise_YX, block_mask((300, 300), 0), SCALE, restored, noise_YX)
@@ -200,7 +193,7 @@ def test_the_more_slices_the_smaller_their_pictures() -> None:
 def test_error_and_uncertainty_are_of_masked_voxels_and_a_truth_may_have_gaps() -> None:
     """A gap under the mask is unknown, without an error."""
     torn_YX = np.where(MASK_YX, np.nan, IMAGE_YX)
-    error_YX, known_YX = error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
+    error_YX, known_YX = pictures.error_image(torn_YX, IMAGE_YX, MASK_YX, SCALE)
     assert not error_YX.any() and not known_YX.any()
     width = {"flat": np.full(MASK_YX.shape, 0.2)}
     ends = {"flat": (np.full(MASK_YX.shape, 0.25), np.full(MASK_YX.shape, 0.75))}

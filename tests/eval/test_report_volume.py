@@ -69,10 +69,8 @@ def test_where_nothing_is_known_of_the_error_no_uncertainty_is_shown() -> None:
     found = embedded(replace(shown, uncertainty={"tapa: uncertainty": of_some.__getitem__}), 10**6)["layers"][-1]
     assert (found["name"], found["top"]) == ("tapa: uncertainty", 20) and set(voxels(found["voxels"])) == {255}
     nothing = {"tapa: uncertainty": lambda index: np.full(mask.shape[1:], np.inf)}
-    assert [one["name"] for one in embedded(replace(shown, uncertainty=nothing), 10**6)["layers"]] == [
-        "tapa",
-        "tapa: low 90 %",
-    ]
+    layers = embedded(replace(shown, uncertainty=nothing), 10**6)["layers"]
+    assert [one["name"] for one in layers] == ["tapa", "tapa: low 90 %"]
 
 
 def test_nothing_under_the_mask_is_embedded_where_the_truth_is_unknown() -> None:
@@ -136,9 +134,7 @@ def test_volumes_share_the_room_of_a_page(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_what_the_script_of_a_page_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[str], None]
-) -> None:
+def test_what_the_script_of_a_page_tells(tmp_path: Path, monkeypatch: Any, snapshot: Callable[[str], None]) -> None:
     """Figures, curves and views of a volume of which every second voxel is embedded, and of 14 of 98 slices."""
     rows, calibrated = [], {"samples": 2, "intervals": {"factor_90": 2.0}}
     for n in range(101, 129, 2):
