@@ -11,6 +11,7 @@ import pytest
 import tifffile
 from cocodiff_eval.restore.baseline import METHODS, UNTESTED
 from killed_runs import results
+from scipy import ndimage
 from warm import forked
 
 from cocodiff.cli.main import main
@@ -25,12 +26,13 @@ MASKS = {"holes": HOLES, "slab": SLAB, "cells": CELLS, "comb": COMB}
 
 
 def scans() -> dict[str, np.ndarray]:
-    """Make a volume of slow changes, one of edges and noise, one that is the same in all slices, and noise."""
+    """Make a volume of slow changes, one of random cells, one that is the same in all slices, and noise."""
     z, y, x = np.mgrid[tuple(slice(side) for side in SHAPE)]
     random, other = np.random.default_rng(0), np.random.default_rng(1)
     lines = np.broadcast_to(random.random(SHAPE[1:]), SHAPE)
     scan = 0.5 + 0.3 * np.sin(x / 3 + z / 9) * np.cos(y / 4) + 0.02 * random.normal(size=SHAPE)
-    edges = 0.3 + 0.4 * (np.sin(x / 3 + z / 9) * np.cos(y / 4) > 0) + 0.1 * np.random.default_rng(0).normal(size=SHAPE)
+    cells = ndimage.gaussian_filter(np.random.default_rng(3).normal(size=SHAPE), 2) > 0
+    edges = 0.3 + 0.4 * cells + 0.02 * np.random.default_rng(9).normal(size=SHAPE)
     found = {"scan": scan, "edges": edges, "lines": lines, "noise": 0.5 + 0.1 * other.normal(size=SHAPE)}
     return {name: (np.clip(volume, 0, 1) * 60000).astype(np.uint16) for name, volume in found.items()}
 
