@@ -413,6 +413,9 @@ def check_regions(found: Hidden, mask_ZYX: np.ndarray) -> None:
     for place, axis in enumerate(AXES):
         np.testing.assert_array_equal(hidden_of(found, mask_ZYX, axis), hidden_ZYX)
         assert {*found.tested.get(axis, ())} <= {*range(BIG[place])}
+    for first in ((0, 0, 0), (3, 5, 7), (9, 1, 20)):
+        window = tuple(slice(at, side - 3) for at, side in zip(first, BIG, strict=True))
+        np.testing.assert_array_equal(found.mask_in(window, mask_ZYX.__getitem__), hidden_ZYX[window])
     assert not (hidden_ZYX & mask_ZYX).any() and 0 < hidden_ZYX.sum() <= 0.3 * (~mask_ZYX).sum()
     if not found.tested:  # as many as the mask has, as far as the known voxels allow it
         assert hidden_ZYX.sum() >= 0.8 * min(mask_ZYX.sum(), 0.15 * (~mask_ZYX).sum())

@@ -108,7 +108,7 @@ class Reoriented:
         """Return slice `index` along the copy's axis, [Z, X] or [Z, Y]."""
         return np.array(self.slices[index])
 
-    def window(self, parts_ZYX: tuple[slice, slice, slice]) -> np.ndarray:
+    def window(self, parts_ZYX: tuple[slice, ...]) -> np.ndarray:
         """Return a part of the volume, [Z, Y, X], from the copy.
 
         Args:

@@ -169,12 +169,13 @@ class VolumeRestoration:
             hidden: regions that are added to the mask, in a round of the test; None to restore the mask alone.
         """
 
+        copies = self.turned("y")
+
         def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
             """Read a window from the copies. Return its normalised voxels and its mask."""
-            image_ZYX, mask_ZYX = (copy.window(window) for copy in self.turned("y"))
+            image_ZYX, mask_ZYX = (copy.window(window) for copy in copies)
             if hidden is not None:
-                indices = range(window[0].start, window[0].stop)
-                mask_ZYX |= np.stack([hidden.mask("z", n, self.volume.read_mask)[window[1:]] for n in indices])
+                mask_ZYX |= hidden.mask_in(window, copies[1].window)
             return self.task.scale.known01(image_ZYX, mask_ZYX), mask_ZYX
 
         z, y, x = self.volume.statistics.shape

@@ -107,6 +107,22 @@ class Hidden:
             found[_box(target, shape)] |= read(piece.source[first] + index - piece.target[first])[_box(source, shape)]
         return found & ~own
 
+    def mask_in(self, window: tuple[slice, ...], read: Callable[[tuple[slice, ...]], np.ndarray]) -> np.ndarray:
+        """Return the voxels that are hidden in a box of the volume, boolean [Z, Y, X], as `mask` does for a slice.
+
+        Args:
+            window: the slices, rows and columns of the box.
+            read: function that returns the mask in such a box.
+        """
+        own, (start_N3, end_N3) = read(window), self._ends_N2
+        found, low = np.zeros_like(own), [part.start for part in window]
+        first_N3, last_N3 = np.maximum(start_N3, low), np.minimum(end_N3, [part.stop for part in window])
+        for number in np.flatnonzero((first_N3 < last_N3).all(axis=1)).tolist():
+            first, piece, shape = first_N3[number], self.pieces[number], (last_N3 - first_N3)[number].tolist()
+            source = (first - piece.target + piece.source).tolist()
+            found[_box((first - low).tolist(), shape)] |= read(_box(source, shape))
+        return found & ~own
+
 
 def _box(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     """Return a box of an array as a slice of indices for each axis, to index the array with.
