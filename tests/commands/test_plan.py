@@ -58,7 +58,7 @@ def test_what_a_plan_says(words: str, plan: Plan, snapshot: Callable[[str], None
     """Printed, and in plan.json."""
     told, shown = plan(words)
     snapshot(shown)
-    snapshot(yaml.safe_dump(rounded(told), sort_keys=False, default_flow_style=None, width=120))
+    snapshot(yaml.safe_dump(rounded(told), default_flow_style=None, width=120))
     if "--compare --explain" in words:
         assert Path("plan/plan.png").stat().st_size > 10_000
         assert "to 3    plane" in Path("plan/explain.txt").read_text()
