@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from cocodiff.comm.health import CALL, Health
 from cocodiff.comm.peers import STILL_S, CallTable, OwnProgress, find_stalled
-from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, not_empty
+from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, PostedMessages, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
 T = TypeVar("T")
@@ -122,18 +123,6 @@ class _Inbox:
         self._delivered += 1
 
 
-class _Receipts:
-    """The receives of one group call, to wait for: each as the inbox of its sender and its number there."""
-
-    def __init__(self, receipts: list[tuple[_Inbox, int]]) -> None:
-        self._receipts = receipts
-
-    def wait(self) -> None:
-        for inbox, number in self._receipts:
-            inbox.wait(number)
-        self._receipts = []
-
-
 class LoopbackGroup(Group):
     """A group of ranks that are threads of this process."""
 
@@ -146,7 +135,7 @@ class LoopbackGroup(Group):
         for tensor, peer in not_empty(sends):
             self._world.mailbox(self._context, self.index, peer).put((CALL.get(), tensor.clone()))
         inboxes = [(self._inboxes[peer], tensor) for tensor, peer in not_empty(recvs)]
-        return _Receipts([(inbox, inbox.post(tensor)) for inbox, tensor in inboxes])
+        return PostedMessages(*(partial(inbox.wait, inbox.post(tensor)) for inbox, tensor in inboxes))
 
     def barrier(self) -> None:
         among = self.ranks if len(self.ranks) < self._world.size else ()
