@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -210,22 +211,17 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: floa
     # Python runs one thread at a time, and switches between threads of one core in half the time.
     core = random.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_setaffinity") else None
 
-    def rank_main(rank: int) -> T:
-        if core is not None:
-            os.sched_setaffinity(0, {core})  # for this thread and those that it starts
-        transport = LoopbackTransport(world, rank)
-        try:
-            return work(transport)
-        except BaseException as error:
-            transport.health.fail(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            transport.close()
-
     def run(rank: int) -> None:
         try:
-            with torch.no_grad():  # threads do not inherit the caller's mode
-                results[rank] = rank_main(rank)
+            if core is not None:
+                os.sched_setaffinity(0, {core})  # for this thread and those that it starts
+            # Threads do not inherit the caller's mode.
+            with torch.no_grad(), closing(LoopbackTransport(world, rank)) as transport:
+                try:
+                    results[rank] = work(transport)
+                except BaseException as error:
+                    transport.health.fail(f"{type(error).__name__}: {error}")
+                    raise
         except BaseException as error:
             errors[rank] = error
 
