@@ -9,6 +9,8 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from cocodiff.comm.health import CALL, Health
 from cocodiff.comm.peers import STILL_S, CallTable, OwnProgress, find_stalled
-from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, not_empty
+from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, PostedMessages, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
 T = TypeVar("T")
@@ -122,18 +124,6 @@ class _Inbox:
         self._delivered += 1
 
 
-class _Receipts:
-    """The receives of one group call, to wait for: each as the inbox of its sender and its number there."""
-
-    def __init__(self, receipts: list[tuple[_Inbox, int]]) -> None:
-        self._receipts = receipts
-
-    def wait(self) -> None:
-        for inbox, number in self._receipts:
-            inbox.wait(number)
-        self._receipts = []
-
-
 class LoopbackGroup(Group):
     """A group of ranks that are threads of this process."""
 
@@ -146,7 +136,7 @@ class LoopbackGroup(Group):
         for tensor, peer in not_empty(sends):
             self._world.mailbox(self._context, self.index, peer).put((CALL.get(), tensor.clone()))
         inboxes = [(self._inboxes[peer], tensor) for tensor, peer in not_empty(recvs)]
-        return _Receipts([(inbox, inbox.post(tensor)) for inbox, tensor in inboxes])
+        return PostedMessages(*(partial(inbox.wait, inbox.post(tensor)) for inbox, tensor in inboxes))
 
     def barrier(self) -> None:
         among = self.ranks if len(self.ranks) < self._world.size else ()
@@ -221,22 +211,17 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], timeout_s: floa
     # Python runs one thread at a time, and switches between threads of one core in half the time.
     core = random.choice(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_setaffinity") else None
 
-    def rank_main(rank: int) -> T:
-        if core is not None:
-            os.sched_setaffinity(0, {core})  # for this thread and those that it starts
-        transport = LoopbackTransport(world, rank)
-        try:
-            return work(transport)
-        except BaseException as error:
-            transport.health.fail(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            transport.close()
-
     def run(rank: int) -> None:
         try:
-            with torch.no_grad():  # threads do not inherit the caller's mode
-                results[rank] = rank_main(rank)
+            if core is not None:
+                os.sched_setaffinity(0, {core})  # for this thread and those that it starts
+            # Threads do not inherit the caller's mode.
+            with torch.no_grad(), closing(LoopbackTransport(world, rank)) as transport:
+                try:
+                    results[rank] = work(transport)
+                except BaseException as error:
+                    transport.health.fail(f"{type(error).__name__}: {error}")
+                    raise
         except BaseException as error:
             errors[rank] = error
 

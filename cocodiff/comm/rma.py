@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ import numpy as np
 from cocodiff.comm.health import Health, call_tag
 from cocodiff.comm.mpi import MpiGroup, MpiTransport, bits_of, wait_until
 from cocodiff.comm.mpi_start import SHARED_MEMORY
-from cocodiff.comm.transport import Messages, Pending, not_empty
+from cocodiff.comm.transport import Messages, Pending, PostedMessages, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
 WINDOW_BYTES = 2**23  # size of a group's window on each rank
@@ -145,40 +146,6 @@ class Peer:
         return True
 
 
-class _Transfer:
-    """The messages of one call in flight by one-sided MPI."""
-
-    def __init__(self, group: RmaGroup, messages: list[Message], requests: list[Any], kept: list[Any]) -> None:
-        """Hold messages.
-
-        Args:
-            messages: those that pass through the ring buffers.
-            requests: MPI's own, for messages longer than a ring buffer.
-            kept: tensors to keep alive until the messages are through.
-        """
-        self._group, self._messages, self._requests, self._kept = group, messages, requests, kept
-
-    def wait(self) -> None:
-        wait_until(self._poll, self._group.health)
-        self._requests, self._kept = [], []
-
-    def _poll(self) -> bool:
-        """Move bytes of messages in all groups of this rank. Return True if this call's messages are done."""
-        while self._group.turn():
-            pass
-        if not self._group.lock.acquire(blocking=False):
-            return False  # another thread is at this group, and its puts may not have arrived
-        try:
-            while self._messages and self._messages[-1].is_through:
-                self._messages.pop()
-        finally:
-            self._group.lock.release()
-        if self._requests:
-            return bool(self._group.test_all(self._requests)) and not self._messages
-        self._group.probe()  # on fabrics that need it, this lets the library handle the puts of others
-        return not self._messages
-
-
 class RmaGroup(MpiGroup):
     """A group whose messages are put into the receiver's memory by one-sided MPI.
 
@@ -190,7 +157,7 @@ class RmaGroup(MpiGroup):
     ) -> None:
         super().__init__(mpi, communicator, ranks, transport.health)
         self.window, self.turn, self.lock = window, transport.turn, threading.Lock()
-        self.probe, self.test_all, self.byte = communicator.Iprobe, mpi.Request.Testall, mpi.BYTE
+        self._probe, self._test_all, self.byte = communicator.Iprobe, mpi.Request.Testall, mpi.BYTE
         memory, size = np.frombuffer(window.tomemory(), dtype=np.uint8), len(ranks)
         memory[:] = 0  # the first use of a page takes long
         self._counters = memory[: size * COUNTERS].view(np.int64).reshape(size, 2)
@@ -213,11 +180,34 @@ class RmaGroup(MpiGroup):
                 pass
             self._seen = b""
         large = [[(tensor, peer) for tensor, peer in listed if tensor.nbytes > capacity] for listed in (sends, recvs)]
-        return _Transfer(self, opened, self._posted(*large), [*sends, *recvs])
+        poll = partial(self._poll, opened, self._posted(*large), [*sends, *recvs])
+        return PostedMessages(partial(wait_until, poll, self.health))
+
+    def _poll(self, messages: list[Message], requests: list[Any], _tensors: Messages) -> bool:
+        """Move bytes of messages in all groups of this rank. Return True if the messages of one call are done.
+
+        Args:
+            messages: those that pass through the ring buffers; the ones that are done are taken out.
+            requests: MPI's own, for messages longer than a ring buffer.
+            _tensors: those of the call, which the argument keeps alive.
+        """
+        while self.turn():
+            pass
+        if not self.lock.acquire(blocking=False):
+            return False  # another thread is at this group, and its puts may not have arrived
+        try:
+            while messages and messages[-1].is_through:
+                messages.pop()
+        finally:
+            self.lock.release()
+        if requests:
+            return bool(self._test_all(requests)) and not messages
+        self._probe()  # on fabrics that need it, this lets the library handle the puts of others
+        return not messages
 
     def barrier(self) -> None:
         self.health.arrive("a barrier", self.ranks)
-        _Transfer(self, [], [self._communicator.Ibarrier()], []).wait()
+        wait_until(partial(self._poll, [], [self._communicator.Ibarrier()], []), self.health)
 
     @property
     def is_busy(self) -> bool:

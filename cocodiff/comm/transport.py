@@ -537,17 +537,13 @@ class LaneFuture(Generic[T]):
 
     def wait(self) -> T:
         """Wait for the job and return its result. Raise what the job raised, or PeerLost if a rank was lost."""
-        while True:
+        while not self._future.done():
             try:
                 self._future.exception(CHECK_S)
-                break
             except FutureTimeout:  # the job's own error is returned by `exception`, and raised below
                 self._health.still_waiting()
-        try:
+        with self._health.blaming():
             handed = self._future.result()
-        except Exception:
-            with self._health.blaming():
-                raise
         return handed.take()
 
 

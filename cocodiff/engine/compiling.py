@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -44,7 +44,9 @@ class Compiler:
         self.graphs, self.later, self.seconds = 0, 0, 0.0
         self._breaks_before = 0
         self._compiled: dict[Function, Function] = {}
-        self._outside: dict[Function, Function] = {}
+        # Returns a function in a form that breaks graphs: it runs uncompiled, with everything that it calls. Equal
+        # functions give the same object, so that all modules of a class share their graphs.
+        self.outside: Callable[[Function], Function] = cache(partial(torch.compiler.disable, reason=REASON))
 
     def __str__(self) -> str:
         """Return a summary of the graphs that were compiled on this rank, or "" if there were none."""
@@ -63,15 +65,6 @@ class Compiler:
         if function not in self._compiled:
             self._compiled[function] = torch.compile(copy_of(function), backend=self._compile, dynamic=False)
         return self._compiled[function]
-
-    def outside(self, function: Function) -> Function:
-        """Return a function in a form that breaks graphs: it runs uncompiled, with everything that it calls.
-
-        Equal functions give the same object, so that all modules of a class share their graphs.
-        """
-        if function not in self._outside:
-            self._outside[function] = torch.compiler.disable(function, reason=REASON)
-        return self._outside[function]
 
     # Entering and leaving -------------------------------------------------------------------------------------------
 

@@ -13,17 +13,7 @@ from functools import partialmethod
 from pathlib import Path
 
 from cocodiff.attention.trial import DeviceTrial
-from cocodiff.cli.doctor.facts import (
-    LATE,
-    REQUIRED,
-    CallTiming,
-    Facts,
-    RankFacts,
-    by_value,
-    name_ranks,
-    planes_of,
-    spelled,
-)
+from cocodiff.cli.doctor.facts import LATE, REQUIRED, CallTiming, Facts, RankFacts, name_ranks, planes_of, spelled
 from cocodiff.comm.connect import overlap_killers
 from cocodiff.comm.host import THROUGH_HOST
 from cocodiff.comm.launch import STARTED
@@ -100,10 +90,11 @@ def check_versions(facts: Facts, found: Findings) -> None:
             elif numbers(version) < least:
                 found.fault(f"{package} {version} is too old", remedy)
     for package in sorted({name for rank in facts.ranks for name in rank.versions}):
-        values = [str(rank.versions.get(package)) for rank in facts.ranks]
-        if len(set(values)) > 1:
+        ranks_with = by_key((str(rank.versions.get(package)), rank.rank) for rank in facts.ranks)
+        if len(ranks_with) > 1:
+            told = "; ".join(f"{version} on {name_ranks(ranks)}" for version, ranks in ranks_with.items())
             remedy = "start every rank with the same Python: give mpiexec the environment's full path"
-            found.fault(f"{package} differs: {by_value(facts.ranks, values)}", remedy)
+            found.fault(f"{package} differs: {told}", remedy)
     for host, rank in facts.firsts(lambda rank: rank.unimported):
         for package, reason in rank.unimported.items():
             text, remedy = f"{host}: {package} does not import ({reason})", remedy_of(package.partition(".")[0])

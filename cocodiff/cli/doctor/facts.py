@@ -266,17 +266,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {', '.join(spans(ranks))}"
 
 
-def by_value(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
-    """Return which ranks have which value as text, such as "A on ranks 0-3; B on rank 4".
-
-    Args:
-        ranks: the ranks.
-        values: the value of each rank.
-    """
-    groups = by_key(zip(values, [rank.rank for rank in ranks], strict=True))
-    return "; ".join(f"{value} on {name_ranks(where)}" for value, where in groups.items())
-
-
 # One rank ------------------------------------------------------------------------------------------------------------
 
 
