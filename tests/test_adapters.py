@@ -249,7 +249,7 @@ def changed(model: Any, call: Call, change: Callable[[Any], Any], words: str) ->
     refused(words, model, run=lambda own, _: (change(own), own(**call)))
 
 
-REPLACED = r"^a Linear where tokens are cut or gathered was replaced inside the .with. block, as a LoRA does"
+REPLACED = r"^a Linear where tokens are cut or gathered was replaced inside the .with. block.*LoRA"
 
 
 def test_a_lora_that_comes_inside_the_block():
@@ -297,5 +297,5 @@ def test_an_ip_adapter_projects_queries_once_and_keeps_the_strength_it_got_in_th
 def test_residuals_that_do_not_fit_the_image_are_refused(family):
     config, numbers = CONTROLS[family]
     for tokens in (40, 1):
-        words = rf"has a tensor of shape \(1, {tokens}, {WIDTH}\), where ranks cut \[batch, 35 image tokens"
+        words = rf"has a tensor of shape \(1, {tokens}, {WIDTH}\).*\b35\b"
         refused(words, FAMILIES[family][0](HEADS, **config), call_of(family) | residuals(tokens, 1, **numbers))

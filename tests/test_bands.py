@@ -192,7 +192,7 @@ class OwnBlock(type(random_vae("qwen").decoder.mid_block)):  # type: ignore[misc
 def test_layers_and_vaes_that_are_not_known_are_refused_by_name(kind, change, reason):
     vae = random_vae(kind) if kind in KINDS else {"demo": LappedTransformVAE, "tiny": diffusers.AutoencoderTiny}[kind]()
     change(vae)
-    words = f"vae sharded: a {type(vae).__name__} is not known in bands: it has .*{reason}.*choose"
+    words = f"vae sharded: a {type(vae).__name__} is not known in bands: .*{reason}"
     with pytest.raises(UserError, match=words):
         run_ranks(1, lambda transport: ShardedVAE(vae, transport) and None)
 
@@ -311,7 +311,7 @@ def test_what_has_no_tiles_is_refused_and_stays_as_it_was():
     before = state_of(pipe)
 
     def work(transport: Any) -> None:
-        with pytest.raises(UserError, match="a LappedTransformVAE does not decode in tiles; choose vae one or all"):
+        with pytest.raises(UserError, match="a LappedTransformVAE does not decode in tiles"):
             parallelize(pipe, transport=transport, vae="tiled").__enter__()
         assert state_of(pipe) == before
         with pytest.raises(UserError, match="3 frames; only images are decoded in tiles"):

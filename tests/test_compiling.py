@@ -171,7 +171,7 @@ def test_models_by_a_plan(name, no_compiler):
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-HOOKED, COMPILED = r"has the cache hook .*Hook, and compiled", r" is compiled by torch\.compile.*compile=True$"
+HOOKED, COMPILED = r"has the cache hook .*Hook, .*compile", r" is compiled by torch\.compile.*compile=True$"
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda model: model.enable_cache(MagCacheConfig(mag_ratios=torch.ones(4), num_inference_steps=4)), HOOKED),
     (lambda model: model.enable_cache(PyramidAttentionBroadcastConfig(current_timestep_callback=lambda: 500)), HOOKED),

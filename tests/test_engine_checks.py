@@ -117,9 +117,9 @@ IMAGES = "ip_adapter_image_embeds"
 @pytest.mark.parametrize(
     ("family", "extra", "message"),
     [
-        ("sd3", {"block_controlnet_hidden_states": [torch.zeros(1)]}, "run without a ControlNet"),
+        ("sd3", {"block_controlnet_hidden_states": [torch.zeros(1)]}, "block_controlnet_hidden_states.*ControlNet"),
         ("sd3", {"joint_attention_kwargs": {"scale": 2.0, "hint": 1}}, r"\(hint\) reach no parallel attention"),
-        ("flux", {"controlnet_block_samples": [torch.zeros(1)]}, "run without a ControlNet"),
+        ("flux", {"controlnet_block_samples": [torch.zeros(1)]}, "controlnet_block_samples.*ControlNet"),
         *((family, {"joint_attention_kwargs": {IMAGES: torch.zeros(1, 3, 12)}}, IMAGES) for family in ("sd3", "flux")),
         ("flux", {"joint_attention_kwargs": {"ip_hidden_states": 1}}, "ip_hidden_states"),
         ("flux2", {"kv_cache_mode": "extract"}, "cache of reference images"),
@@ -136,7 +136,7 @@ def test_positional_arguments_are_checked_and_counted_like_named_ones(alone):
     with torch.no_grad(), parallelize(model, transport=alone) as engine:
         model(*inputs.values())
         assert engine.counter.step == 0
-        with pytest.raises(UserError, match="run without a ControlNet"):
+        with pytest.raises(UserError, match="block_controlnet_hidden_states.*ControlNet"):
             model(*inputs.values(), [torch.zeros(1)])
 
 
@@ -161,7 +161,7 @@ def test_a_cache_by_which_ranks_would_disagree_is_refused(family):
     """On entering, and at a call if it was put on later, however that was done; without it the image is as ever."""
     pipe, painted = painting(family)
     plain = painted(pipe)
-    message = r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .* disagree: .*transformer\.disable_cache.*"
+    message = r"transformer_blocks\.0 has the cache hook FBCHeadBlockHook, .*transformer\.disable_cache.*"
     message += r"step_cache first_block with step_cache_threshold 0\.3"
     cached = copy.deepcopy(pipe)
     cached.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
@@ -182,7 +182,7 @@ BROADCAST = PyramidAttentionBroadcastConfig(
     spatial_attention_block_identifiers=("transformer_blocks",),
 )
 HALVING = FasterCacheConfig(spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500)
-INSTEAD = r".*transformer\.disable_cache\(\) first, and choose step_cache first_block"
+INSTEAD = r".*transformer\.disable_cache\(\).*step_cache first_block"
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def call_with(size: int, wanted: str, mode: Any, training: bool = False) -> bool
 
 @pytest.mark.parametrize("name", ["hidden_states", "encoder_hidden_states", "pooled_projections"])
 def test_an_argument_that_requires_gradients_is_refused(name):
-    with pytest.raises(UserError, match=rf"^gradients are wanted for {name}, but none pass between ranks: .*no_grad"):
+    with pytest.raises(UserError, match=rf"^gradients are wanted for {name}.*no_grad"):
         call_with(2, name, torch.enable_grad)
     assert not call_with(2, name, torch.no_grad)
     assert call_with(1, name, torch.enable_grad)

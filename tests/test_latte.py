@@ -124,7 +124,7 @@ def test_the_benchmark_measures_all_ways(tmp_path, monkeypatch, capsys):
     assert sent[0] == 2 * sent[1] > 0 and len({*sent[1:]}) == 1
     (difference,) = re.findall(r"difference to the first: (\S+)", capsys.readouterr().out)
     assert float(difference) < 1e-5
-    with pytest.raises(UserError, match="start at least 2"):
+    with pytest.raises(UserError, match=r"bench latte .*--ranks 2"):
         bench.check(values, 1)
 
 
@@ -153,7 +153,7 @@ def test_masks_of_the_text_and_caches_of_diffusers_are_refused():
     refused("run without it, as LattePipeline does", latte(), inputs(encoder_attention_mask=mask))
     model = latte()
     model.enable_cache(PyramidAttentionBroadcastConfig(2, current_timestep_callback=lambda: 500))
-    refused(r"the cache hook \w+ takes blocks' outputs .* transformer\.disable_cache\(\) first", model)
+    refused(r"the cache hook \w+ takes blocks' outputs .*transformer\.disable_cache\(\)", model)
 
 
 def test_verify_knows_it_and_plan_says_that_it_does_not(tmp_path):
@@ -164,7 +164,7 @@ def test_verify_knows_it_and_plan_says_that_it_does_not(tmp_path):
     assert set(outcomes) == {"flat", "tapa", "v_first", "split", "split, chunks 2", "lossless"}
     assert set(outcomes.values()) == {"exact"} and found.ok
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "LatteTransformer3DModel"}))
-    known = "the memory of a LatteTransformer3DModel is not known; known are SD3Tr"
+    known = "the memory of a LatteTransformer3DModel is not known.*SD3Tr"
     with pytest.raises(UserError, match=f"{known}.*; plan counts what attention exchanges, and its ranks transpose"):
         load_shape(str(tmp_path))
 

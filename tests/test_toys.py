@@ -77,7 +77,7 @@ def q_first(qkv, transfer, trace):
 @pytest.mark.parametrize("scoring", ["source", "card"])
 def test_an_order_that_v_major_cannot_follow_is_refused(scoring: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ORDERS, "toy", f"{__name__}:q_first")
-    with pytest.raises(RuntimeError, match="send v before or together with q and k"):
+    with pytest.raises(RuntimeError, match="V-Major chooses tokens by v"):
         attend(order="toy", selection="v_major", scoring=scoring, exchange="tapa")
 
 

@@ -149,7 +149,7 @@ def test_a_folder_is_reported_unless_a_line_is_damaged_which_is_named(tmp_path: 
         return captured.err
 
     lines, given = tmp_path / "results.jsonl", ["sweep", "--report-only", "--out", str(tmp_path)]
-    assert "holds no results.jsonl: give the --out of a sweep that has ended" in mistake(*given)
+    assert "holds no results.jsonl" in mistake(*given)
     for damaged in DAMAGED:
         line = damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode()
         data = json.dumps(LINE | {"slice": "first"}).encode() + b"\n" + line + b"\n"
