@@ -119,7 +119,7 @@ def test_not_finite_or_too_far_apart_outside_the_mask(tmp_path: Path) -> None:
     for image, part, said in (
         (volume, Part(), rf"scan\.tif: 2 NaN or Inf voxels outside the mask 'center', .* {place}"),
         (volume, Part("1:3", "2:20,1:20"), f": 1 NaN or Inf voxels .* {place}"),
-        (volume[0] * np.nan, Part(), "400 NaN or Inf voxels (?!.* slice ).* row 0, column 0"),
+        (volume[0] * np.nan, Part(), "300 NaN or Inf voxels (?!.* slice ).* row 0, column 0"),
         (1.5e308 * (np.eye(20) - np.eye(20)[::-1]), Part(), "too far apart"),
     ):
         with pytest.raises(UserError, match=said):
