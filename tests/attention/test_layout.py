@@ -63,9 +63,9 @@ def test_shares_differ_by_one_in_the_order_of_shards_and_for_text_in_the_opposit
 
 def test_too_many_ranks_are_refused_with_values():
     topology = topology_of("local", 6)
-    with pytest.raises(UserError, match=r"6 ranks for 5 image tokens.*at most 5 ranks or a larger image"):
+    with pytest.raises(UserError, match=r"6 ranks for 5 image tokens.*\b5 ranks"):
         image_segment(5).shares(topology)
-    with pytest.raises(UserError, match=r"6 ranks for 4 attention heads.*at most 4 ranks"):
+    with pytest.raises(UserError, match=r"6 ranks for 4 attention heads.*\b4 ranks"):
         Layout.build(topology, image_and_text(100, 10), 4)
 
 
@@ -76,7 +76,7 @@ def test_what_may_stay_stands_side_by_side():
     assert layout.may_stay_slices == (slice(1, 7), slice(2, 6), slice(1, 5))
     assert layout.of_rows((3, 2, 0)).rows == (3, 2, 0)
     apart = Layout.build(topology_of("local", 3), (frames[0], text_segment(4), frames[1]), 3)
-    with pytest.raises(UserError, match="segments frame 1, text, frame 2: those whose tokens may stay behind have to"):
+    with pytest.raises(UserError, match="segments frame 1, text, frame 2: "):
         _ = apart.may_stay_slices
     exact = Layout.build(topology_of("local", 3), (text_segment(4),), 3)
     assert exact.may_stay == (0, 0, 0) and exact.may_stay_slices == (slice(0, 0),) * 3

@@ -26,7 +26,7 @@ from cocodiff.config.errors import UserError
 
 CPU, XPU, CUDA, MPS = torch.device("cpu"), torch.device("xpu", 0), torch.device("cuda", 0), torch.device("mps")
 CASES = beside(__file__)
-NO_TRANSPORT = "no transport carries mps tensors between ranks: use one rank, or --dev"
+NO_TRANSPORT = "no transport carries mps tensors between ranks: .*--dev"
 
 
 def test_the_backend_of_a_device(monkeypatch):
@@ -42,7 +42,7 @@ def test_ccl_is_loaded_by_its_bindings_or_said_to_be_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, CCL_BINDINGS, ModuleType(CCL_BINDINGS))
     check_backend("ccl", XPU)
     monkeypatch.setitem(sys.modules, CCL_BINDINGS, None)
-    with pytest.raises(UserError, match=r"transport ccl needs oneccl_bindings_for_pytorch .* use --transport xccl"):
+    with pytest.raises(UserError, match=r"transport ccl needs oneccl_bindings_for_pytorch .*--transport xccl"):
         check_backend("ccl", XPU)
 
 

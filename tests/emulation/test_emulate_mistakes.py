@@ -40,7 +40,8 @@ def test_mistakes_are_one_line(line, capsys):
     words, _, said = line.partition(" -> ")
     assert main(["emulate", *shlex.split(words)]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and said in captured.err and len(captured.err.splitlines()) == 1
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    assert all(value in captured.err for value in said.split(" ... ")), captured.err
 
 
 def test_the_cocodiff_that_runs_here_is_known_by_its_path_too(tmp_path, capsys):
@@ -51,7 +52,7 @@ def test_the_cocodiff_that_runs_here_is_known_by_its_path_too(tmp_path, capsys):
     for program in ("cocodiff", str(ours / "cocodiff"), str(tmp_path / "link")):
         assert is_this_cocodiff(program), program
         assert main(["emulate", "--", program, "bench", "alltoall", "--machine", "local"]) == 2
-        assert "--machine local on an emulated aurora: leave it away" in capsys.readouterr().err
+        assert "--machine local on an emulated aurora" in capsys.readouterr().err
     assert not any(map(is_this_cocodiff, ["true", "python3", sys.executable, str(tmp_path / "cocodiff"), "none"]))
 
 
@@ -60,9 +61,9 @@ def test_the_cocodiff_that_runs_here_is_known_by_its_path_too(tmp_path, capsys):
     [
         (1000, (), ("--", "true"), "root ip tc iproute2"),  # all that is missing at once
         (0, ("ip",), ("--", "true"), "tc"),
-        (0, ("ip", "tc"), ("--", "no-such-program"), "no-such-program executable"),
-        (0, ("ip", "tc"), ("--", "/"), "run / executable"),
-        (0, ("ip", "tc", "true"), ("--launcher", "mpiexec", "--", "true"), "I_MPI_FABRICS shm unset"),
+        (0, ("ip", "tc"), ("--", "no-such-program"), "cannot run no-such-program:"),
+        (0, ("ip", "tc"), ("--", "/"), "cannot run /:"),
+        (0, ("ip", "tc", "true"), ("--launcher", "mpiexec", "--", "true"), "I_MPI_FABRICS names shm"),
     ],
 )
 def test_what_is_missing_is_told_before_anything_is_built(user, tools, words, values, monkeypatch, capsys):
@@ -95,7 +96,7 @@ def test_a_large_models_shape_needs_an_emulation(capsys, tmp_path):
     """Here: a random model of that shape is too large for a rank of this host."""
     words = ["bench", "step", "--model", "qwen-image", "--out", str(tmp_path / "out"), "--ranks", "12"]
     assert main([*words, "--machine", "aurora", "--variants", "flat"]) == 2
-    assert "inside cocodiff emulate" in capsys.readouterr().err
+    assert "qwen-image: random weights take " in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["refused"]
 
 
@@ -118,7 +119,7 @@ def test_one_card_has_one_phase(tmp_path):
 
 def test_what_emulate_tells_its_ranks_is_not_set_by_hand(monkeypatch):
     monkeypatch.setenv("COCODIFF_EMULATED", "abc")
-    with pytest.raises(UserError, match="COCODIFF_EMULATED='abc': cocodiff emulate alone sets it: unset it"):
+    with pytest.raises(UserError, match="COCODIFF_EMULATED='abc': cocodiff emulate alone sets it"):
         emulated()
 
 

@@ -259,7 +259,7 @@ def test_arrays_of_a_program(tmp_path: Path) -> None:
         about = {"axes": "zyx", "attributes": {"_FillValue": 7}}
         path = KINDS[kind].file(tmp_path, voxels(), **about).partition(":/")[0]
         array: Any = h5py.File(path)["exchange/data"] if kind == "hdf5" else zarr.open(path, mode="r")["0"]
-        with pytest.raises(UserError, match=r"volume is a \w+ with 4 voxels .* missing, _FillValue 7: mask them, and"):
+        with pytest.raises(UserError, match=r"volume is a \w+ with 4 voxels .* _FillValue 7: "):
             save_as_restore(array, volume)
         save_as_restore(np.asarray(array[:]), volume)
         np.testing.assert_array_equal(np.load(volume), voxels())
@@ -269,7 +269,7 @@ def test_arrays_of_a_program(tmp_path: Path) -> None:
         save_as_restore(signed, volume)
     unknown = SimpleNamespace(dtype=np.dtype("u1"), ndim=3, shape=(np.nan, 20, 20), chunks=((np.nan,), (20,), (20,)))
     for name in ("volume", "mask"):  # as of Dask, after a selection by values
-        with pytest.raises(UserError, match=rf"{name} is a \w+ of unknown length: give {name}\.compute\(\)"):
+        with pytest.raises(UserError, match=rf"{name} is a \w+ of unknown length: .*{name}\.compute\(\)"):
             save_as_restore(unknown, tmp_path / f"{name}.npy")
 
 

@@ -123,11 +123,11 @@ def test_other_files_are_read_only_where_that_is_allowed(make: Callable[..., str
     if kind != "numbered":  # whose sources HDF5 itself opens to tell how many there are: it would wait for ever
         damages[rf"{other}, which is a named pipe"] = lambda: os.mkfifo(other)
     if other.suffix == ".raw":
-        damages[rf"400 bytes of voxels in {other}, which is shorter"] = lambda: other.write_bytes(bytes(403))
+        damages[rf"400 bytes of voxels in {other}, "] = lambda: other.write_bytes(bytes(403))
     elif "link" not in kind and kind != "external group":
-        damages[rf"of data in {other}, which has none"] = lambda: h5py.File(other, "w").close()
+        damages[rf"virtual dataset of data in {other}, (?!.*\d x \d)"] = lambda: h5py.File(other, "w").close()
         if kind in STACKED:
-            damages[rf"in {other}, which has 1 x 20 x 20 voxels, too few"] = lambda: (
+            damages[rf"virtual dataset of data in {other}, .* 1 x 20 x 20 "] = lambda: (
                 h5py.File(other, "w").create_dataset("data", (1, 20, 20), "u2").file.close()
             )
     for words, damage in damages.items():
@@ -141,7 +141,7 @@ def test_links_that_lead_nowhere(make: Callable[..., str]) -> None:
     links = {"circle": "/circle", "round": "/round/a", "dangling": "/nothing"}
     path = make(lambda file: file.update({name: h5py.SoftLink(link) for name, link in links.items()}))
     for name in links:
-        with pytest.raises(UserError, match="is not there" if name == "dangling" else "in a circle"):
+        with pytest.raises(UserError, match=" is not there" if name == "dangling" else " through more than 64 links"):
             open_stack(f"{path}:/{name}")
 
 
@@ -155,7 +155,7 @@ def test_what_is_not_kept_of_a_file_of_very_many_objects_is_said(
         hdf5.write_hdf5(NewVolume(Path("new.h5"), (1, 20, 20), stack.dtype, 2, stack.read, stack.metadata))
         with h5py.File("new.h5") as new:
             assert set(new) == {"a"} | kept
-        assert ["in.h5: " in line and " 5 objects" in line for line in caplog.messages] == [True][: most == 4]
+        assert ["in.h5: " in line and " 5 " in line for line in caplog.messages] == [True][: most == 4]
 
 
 def test_numbers_and_signs_in_names_of_sources(make: Callable[..., str]) -> None:
@@ -167,7 +167,7 @@ def test_numbers_and_signs_in_names_of_sources(make: Callable[..., str]) -> None
     assert open_stack(make(inside) + ":/a").read(2).max() == 3
     with h5py.File("in.h5", "a") as file:
         del file["d1"]
-    with pytest.raises(UserError, match=r"virtual dataset of d1 in \., which has none"):
+    with pytest.raises(UserError, match=r"virtual dataset of d1 in \., "):
         open_stack("in.h5:/a")
     with h5py.File("50%.h5", "w") as file:
         file["data"] = IMAGE
@@ -193,13 +193,13 @@ def test_each_failure_has_its_remedy(make: Callable[..., str]) -> None:
         layout.set_filter(32767, h5py.h5z.FLAG_OPTIONAL, (0,))
         h5py.h5d.create(file.id, b"a", h5py.h5t.NATIVE_UINT16, h5py.h5s.create_simple((20, 20)), layout)
 
-    with pytest.raises(UserError, match=r"in\.h5: /a is compressed by filter 32767 .*install hdf5plugin"):
+    with pytest.raises(UserError, match=r"in\.h5: /a is compressed by filter 32767 .*hdf5plugin"):
         open_stack(make(fill) + ":/a")
     write_parts(stacked=False)
     other = "import h5py, sys; file = h5py.File('part1.h5', 'a'); print('open', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"open\n"
-        with pytest.raises(UserError, match=r"part1\.h5: .*unable to lock.*it is open elsewhere for writing"):
+        with pytest.raises(UserError, match=r"part1\.h5: .*unable to lock.*h5clear -s"):
             open_stack("part1.h5:/data")
         writer.communicate()
 

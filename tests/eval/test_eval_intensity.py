@@ -93,7 +93,7 @@ def test_a_range_of_hardly_any_voxel_is_refused(tmp_path: Path, ends: tuple[floa
     image_YX = np.arange(1600, dtype=np.uint16).reshape(40, 40)
     image_YX[0, 5] = 40000
     stack, mask = save(tmp_path, image_YX)
-    with pytest.raises(UserError, match=rf" 1,200 known voxels .* {inside} lie in it.* --range 0,1599"):
+    with pytest.raises(UserError, match=rf"--range [-\d.,]+: of 1,200 .*scan\.tif {inside} .*--range 0,1599"):
         intensity_range(stack, mask, given=ends)
 
 
@@ -115,11 +115,11 @@ def test_not_finite_or_too_far_apart_outside_the_mask(tmp_path: Path) -> None:
     volume[1, 9, 9] = np.nan
     intensity_range(*save(tmp_path, volume))
     volume[1, 2, 3], volume[2, 0, 0] = np.inf, np.nan
-    place = "the first at slice 1, row 2, column 3; mask them"
+    place = "slice 1, row 2, column 3"
     for image, part, said in (
-        (volume, Part(), rf"scan\.tif: 2 NaN or Inf voxels outside the mask 'center', {place}"),
+        (volume, Part(), rf"scan\.tif: 2 NaN or Inf voxels outside the mask 'center', .* {place}"),
         (volume, Part("1:3", "2:20,1:20"), f": 1 NaN or Inf voxels .* {place}"),
-        (volume[0] * np.nan, Part(), "the first at row 0, column 0"),
+        (volume[0] * np.nan, Part(), "300 NaN or Inf voxels (?!.* slice ).* row 0, column 0"),
         (1.5e308 * (np.eye(20) - np.eye(20)[::-1]), Part(), "too far apart"),
     ):
         with pytest.raises(UserError, match=said):

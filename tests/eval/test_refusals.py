@@ -152,7 +152,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "plane elsewhere": (lambda d: planes_of_ome(d, ELSEWHERE), r"slice 1 the first.*b\.ome\.tif"),
     # MRC
     "mrc of two volumes": (lambda d: write_mrc(d, voxels(dtype="int16"), ispg=401, mz=3), "dimensions|volumes"),
-    "turned mrc": (lambda d: write_mrc(d, voxels(dtype="int16"), mapc=3, maps=1), "order of sections, rows, columns"),
+    "turned mrc": (lambda d: write_mrc(d, voxels(dtype="int16"), mapc=3, maps=1), "not in the order of sections, "),
     "mrc of 4 bits": (lambda d: write_mrc(d, voxels(dtype="uint8"), "<", (IMOD_STAMP, 16)), "two values of 4 bits"),
     # Paths of other tools, and what holds something else
     **{name: (lambda d, path=path: path, told) for name, (path, told) in CASES["refused paths"].items()},
@@ -246,7 +246,7 @@ def test_mistakes_of_sequences_and_stores(tmp_path: Path) -> None:
     for image_YX, more, message in (
         (np.zeros((20, 33), "u1"), {}, r"recon_10\.tiff: holds 20 x 33 voxels of uint8"),
         (np.zeros((20, 34), "u2"), {}, r"recon_10\.tiff: holds 20 x 34 voxels"),
-        (voxels()[0], {"white": [0]}, r"recon_10\.tiff: 0 is white in it or in .*recon_8\.tiff, not in both"),
+        (voxels()[0], {"white": [0]}, r"recon_10\.tiff: 0 is white in it or in .*recon_8\.tiff, "),
         (voxels()[0], {"extratags": [(274, 3, 1, 4, True)]}, r"recon_10\.tiff: has orientation 4, .*recon_8\.tiff"),
         (voxels()[:2], {}, r"recon_10\.tiff: holds 2 slices"),
     ):
@@ -275,7 +275,7 @@ def test_more_voxels_than_memory_holds_are_refused_unread(tmp_path: Path, side: 
             file.create_dataset(name, (depth, side, side), "f4", chunks=(1, 64, 64))
     paths = [png(tmp_path / "a.png", side, 8, 0, b""), f"{tmp_path}/a.h5:/one", f"{tmp_path}/a.h5:/many"]
     for path in (*paths, *(claiming(tmp_path / f"{kind}.tif", side, kind) for kind in (1, 5, 8))):
-        check_refused(path, rf"claims {side} x {side} voxels .* this machine has [0-9,]+ GiB")
+        check_refused(path, rf"claims {side} x {side} voxels .* [0-9,]+ GiB.* [0-9,]+ GiB")
 
 
 def test_no_input_and_another_truth(tmp_path: Path, stack: Stack) -> None:
@@ -291,7 +291,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.
     volume = open_volume(write_npy(tmp_path, voxels(dtype="uint32")))
     with pytest.raises(UserError, match=r"cannot be written.*--out"):
         write_volume("tiff", tmp_path / "no", lambda suffix: f"x{suffix}", volume, volume.dtype, volume.reader, {})
-    with pytest.raises(UserError, match="MRC files hold no uint32: choose another --format"):
+    with pytest.raises(UserError, match=r"MRC files hold no uint32: .*--format"):
         restored(volume, "mrc", tmp_path)
     path = write_mrc(tmp_path, voxels(dtype="int16"))
     monkeypatch.setitem(sys.modules, "mrcfile", None)

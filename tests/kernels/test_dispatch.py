@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def test_where_nothing_can_be_built_torch_runs_and_one_line_says_why(tmp_path):
     words = [sys.executable, "-c", WITHOUT_COMPILER]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stderr.splitlines() if "SYCL" in line]
-    assert line.startswith("SYCL kernels are not used on cpu, torch's operations are: no ")
+    assert re.match("SYCL kernels are not used on cpu, .*: no ", line)
     assert done.stdout.startswith("no SYCL kernels on cpu: no ") and len(done.stdout.splitlines()) == 1
 
 
@@ -75,7 +76,7 @@ def test_the_environment_says_what_auto_is(monkeypatch):
     monkeypatch.setenv("COCODIFF_KERNELS", "torch")
     assert Kernels("auto").path == "torch" and Kernels("sycl").path == "sycl"
     monkeypatch.setenv("COCODIFF_KERNELS", "fast")
-    with pytest.raises(UserError, match="kernels 'fast': choose from auto, sycl, torch"):
+    with pytest.raises(UserError, match=r"kernels 'fast': .*auto, sycl, torch"):
         Kernels()
 
 
@@ -157,4 +158,4 @@ def test_kernels_are_not_taken_from_a_folder_that_others_may_write(which, sycl_o
         assert dispatch.sycl_ops(sycl_on_cpu.device) is None
     finally:
         opened_libraries().cache_clear()
-    assert len(caplog.messages) == 1 and "torch's operations are" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "SYCL kernels are not used on cpu, " in caplog.messages[0]

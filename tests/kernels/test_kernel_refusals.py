@@ -66,17 +66,17 @@ def losslessly(s: SyclOps, x_BLHD: torch.Tensor) -> None:
         (lambda s: s.gather_pack([[row(1.0)]], [torch.zeros(2)]), "int64"),
         (lambda s: s.scatter_rows([torch.zeros(2, 1, 2)], torch.tensor([0, 9]), [torch.zeros(3, 1, 2)]), "9 for 3"),
         (lambda s: s.scatter_rows([torch.zeros(2, 1, 2)], torch.tensor([0]), [torch.zeros(3, 1, 2)]), "1 places"),
-        (partial(encoded, bits=3), "3 bits: choose from 2, 4, 8"),
+        (partial(encoded, bits=3), "3 bits: ... 2, 4, 8"),
         (lambda s: s.decode_residual(CODE_BLHW, LAST, None, 2), "code is [1, 2, 3, 5], not [1, 2, 3, 3]"),
         (partial(encoded, notes_N=torch.zeros(2)), "notes are torch.float32"),
         (lambda s: s.note_change(X_BLHD, LAST.last, NOTES_N[:2]), "notes are torch.int64 [2]"),
         (lambda s: s.note_change(X_BLHD[:, ::2], LAST.last, NOTES_N), "last is [1, 2, 3, 8], not [1, 1, 3, 8]"),
         (partial(encoded, known=Reconstructions(X_BLHD.half())), "last is torch.float16"),
         (lambda s: losslessly(s, torch.zeros(1, 2, 1, 32)), "float32 travels whole"),
-        (lambda s: losslessly(s, torch.zeros(1, 2, 1, 20).bfloat16()), "20 numbers: give a multiple of 8"),
+        (lambda s: losslessly(s, torch.zeros(1, 2, 1, 20).bfloat16()), "20 numbers: ... 8"),
     ],
 )
 def test_refused_before_a_launch(sycl: SyclOps, call, words):
     with pytest.raises((ValueError, TypeError)) as error:
         call(sycl)
-    assert words in str(error.value) and "\n" not in str(error.value)
+    assert all(one in str(error.value) for one in words.split(" ... ")) and "\n" not in str(error.value)

@@ -81,7 +81,7 @@ def test_a_group_is_in_order_only_where_it_is_the_owners_own(cache, monkeypatch)
 
 def test_links_inside_are_refused(cache):
     (cache / "ahead-1.so").symlink_to(cache / "library.so")
-    with pytest.raises(Unavailable, match=r"ahead-1\.so is a link: remove"):
+    with pytest.raises(Unavailable, match=r"ahead-1\.so is a link: "):
         private_folder(cache)
 
 
@@ -91,12 +91,12 @@ def test_a_user_without_a_home_is_told(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
-    with pytest.raises(Unavailable, match="no home folder to keep kernels in: set HOME or COCODIFF_CACHE"):
+    with pytest.raises(Unavailable, match=r"no home folder to keep kernels in: .*HOME .*COCODIFF_CACHE"):
         runtime_and_folder()
 
 
 def test_a_full_disk_is_an_error_with_words(cache):
-    with pytest.raises(Unavailable, match=rf"{cache}: No space left on device; set COCODIFF_CACHE"), lock(cache):
+    with pytest.raises(Unavailable, match=rf"{cache}: No space left on device; .*COCODIFF_CACHE"), lock(cache):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
