@@ -69,10 +69,10 @@ def test_the_local_rank_is_the_tile_and_is_chosen_at_once(xpu):
 def test_ranks_that_share_devices_take_them_in_turns(xpu):
     xpu.count = 2
     assert [rank_device("xpu", rank, shared=True).index for rank in range(5)] == [0, 1, 0, 1, 0]
-    with pytest.raises(OwnRankError, match="local rank 2 has no xpu device: 2 .*--transport host"):
+    with pytest.raises(OwnRankError, match=r"local rank 2 has no xpu device: 2 .*--transport host"):
         rank_device("xpu", 2)
     xpu.count = 0
-    with pytest.raises(OwnRankError, match="local rank 0 has no xpu device: 0 (?!.*--transport)"):
+    with pytest.raises(OwnRankError, match=r"local rank 0 has no xpu device: 0 (?!.*--transport)"):
         rank_device("xpu", 0, shared=True)
 
 

@@ -136,7 +136,7 @@ def test_positional_arguments_are_checked_and_counted_like_named_ones(alone):
     with torch.no_grad(), parallelize(model, transport=alone) as engine:
         model(*inputs.values())
         assert engine.counter.step == 0
-        with pytest.raises(UserError, match="block_controlnet_hidden_states.*ControlNet"):
+        with pytest.raises(UserError, match=r"block_controlnet_hidden_states.*ControlNet"):
             model(*inputs.values(), [torch.zeros(1)])
 
 

@@ -62,5 +62,5 @@ def test_a_setting_is_swept() -> None:
         "zeal 3": ToyConfig(order="v_first", zeal=3),
         "flat": ToyConfig.preset("flat"),
     }
-    with pytest.raises(UserError, match="zeal does nothing with order joint.*order: v_first"):
+    with pytest.raises(UserError, match=r"zeal does nothing with order joint.*order: v_first"):
         grid(grid={"zeal": [2]})

@@ -156,7 +156,7 @@ def test_doctor_checks_its_own_messages() -> None:
     ("fault", "said"),
     [
         ("flipped", "rank 2 failed: received other bytes than rank 1 .* message 4 "),
-        ("lost", "rank 0 has gone on to broadcast_value: .* rank 1;"),
+        ("lost", "rank 0 has gone on to broadcast_value: .* rank 1"),
     ],
 )
 def test_a_run_of_processes_ends_with_one_line(fault: str, said: str, tmp_path: Any) -> None:

@@ -188,7 +188,7 @@ def test_a_folder_without_room_for_the_volume_ends_with_a_line(monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match="ndarray of 0 MiB.*TMPDIR"):
+    with pytest.raises(UserError, match=r"ndarray of 0 MiB.*TMPDIR"):
         cocodiff.restore(VOLUME, MASK, **QUICK)
 
 
