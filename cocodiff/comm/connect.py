@@ -31,9 +31,11 @@ import torch.distributed as dist
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.launch import STARTED, Contact, Launch
 from cocodiff.comm.peers import BLAME_S
-from cocodiff.comm.transport import ONECCL, LaneOwner, Transport
+from cocodiff.comm.transport import LaneOwner, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels.device import rank_device, ranks_on_device
+
+ONECCL = ("xccl", "ccl")  # names of the backends that are oneCCL's
 
 
 class Killer(NamedTuple):

@@ -16,16 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocodiff.comm.health import Health, call_tag
-from cocodiff.comm.transport import (
-    ONECCL,
-    Group,
-    LandingMessages,
-    LaneOwner,
-    Messages,
-    Pending,
-    PostedMessages,
-    not_empty,
-)
+from cocodiff.comm.transport import Group, LandingMessages, LaneOwner, Messages, Pending, PostedMessages, not_empty
 from cocodiff.config.errors import UserError
 from cocodiff.kernels.device import used_on_current_stream
 
@@ -212,7 +203,7 @@ class TorchDistTransport(LaneOwner):
         # oneCCL's groups with ranks of several nodes pass all messages through the host's memory, also between tiles of
         # a card (2021.17: send and receive ask where the group's ranks are). All-to-alls do not, but there messages
         # within a node wait for those between nodes (src/coll/algorithms/alltoallv.cpp).
-        if carrier is not None and self.library in ONECCL:
+        if carrier is not None and self.library in BACKENDS["xpu"]:
             self.node_of = self.all_gather_values(socket.gethostname(), "the names of nodes")
         everyone, ours = tuple(range(self.size)), counted and self.library == dist.get_backend()
         # A process group that another program initialised has time limits of its own.

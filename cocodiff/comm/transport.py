@@ -34,7 +34,6 @@ from cocodiff.topology import Topology
 T = TypeVar("T")
 Messages = list[tuple[Tensor, int]]  # tensors, each with the peer that it goes to or comes from
 TOGETHER = {"auto": None, "batch": False, "alltoall": True}  # values for `Transport.group` by setting `messages`
-ONECCL = ("xccl", "ccl")  # names of the backends that are oneCCL's
 CHECK_S = 0.25  # seconds between two checks of a blocked wait for lost peers
 
 
