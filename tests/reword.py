@@ -1,0 +1,50 @@
+"""Spells the ends of all messages of a tree's product backwards, so that tests fail which pin their wording. By hand,
+in a clone of the repository, whose files it changes:
+
+    .venv/bin/python tests/reword.py && launch/test
+
+The end of a message is what follows its first clause of four words or more. Values, options, and names in code and
+files stay as they are. Of the tests that fail then, those of snapshots and pages may compare whole sentences; all
+others should hold the error's type, the exit code and values.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+CALLS = {"warning", "info", "error", "warn", "print", "fault"}  # besides errors: functions that take messages
+END = re.compile(r"[:;,(] ?| because | so that | as ")  # where a clause may end
+# Words in small letters, unless they are part of an option, a name in code or a file.
+WORD = re.compile(r"(?<![-\w./_`'\"<={\[])[a-z]{3,}(?![-\w/_`'\"=}\]]|\.\w|\()")
+
+
+class Reworded(ast.NodeTransformer):
+    """A change of a module's syntax tree, by which its messages have other ends."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in CALLS or name.endswith("Error"):
+            node.args = [self.with_other_end(argument) for argument in node.args]
+        return node
+
+    def with_other_end(self, node: ast.expr) -> ast.expr:
+        """Return a message, plain or an f-string, whose end is reworded; anything else as it is."""
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        words, ended = 0, False
+        for part in parts:
+            words += 1
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                text, words = part.value, words - 1
+                ends = (end.end() for end in END.finditer(text) if words + len(text[: end.end()].split()) > 3)
+                end = 0 if ended else next(ends, len(text))
+                words, ended = words + len(text.split()), end < len(text)
+                part.value = text[:end] + WORD.sub(lambda found: found[0][::-1], text[end:])
+        return node
+
+
+if __name__ == "__main__":
+    for path in (path for root in ("cocodiff", "eval") for path in Path(root).rglob("*.py")):
+        path.write_text(ast.unparse(Reworded().visit(ast.parse(path.read_text()))) + "\n")
