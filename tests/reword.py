@@ -40,7 +40,7 @@ class Reworded(ast.NodeTransformer):
                 text, words = part.value, words - 1
                 ends = (end.end() for end in END.finditer(text) if words + len(text[: end.end()].split()) > 3)
                 end = 0 if ended else next(ends, len(text))
-                words, ended = words + len(text.split()), end < len(text)
+                words, ended = words + len(text.split()), ended or end < len(text)
                 part.value = text[:end] + WORD.sub(lambda found: found[0][::-1], text[end:])
         return node
 
