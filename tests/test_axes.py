@@ -39,8 +39,8 @@ def test_a_ring_on_a_branch_keeps_its_groups_in_planes():
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"guidance": 2}, "guidance 2 does not divide 5 ranks: choose one of 1, 5"),
-        ({"replica": 5, "guidance": 2}, "guidance 2 does not divide 1 ranks: choose one of 1"),
+        ({"guidance": 2}, r"guidance 2 does not divide 5 ranks: \D*1, 5$"),
+        ({"replica": 5, "guidance": 2}, r"guidance 2 does not divide 1 ranks: \D*1$"),
         ({"replica": 0}, "replicas 0 does not divide 5 ranks"),
         ({"ring": 3}, "ring 3 does not divide 5 ranks"),
     ],

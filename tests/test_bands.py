@@ -314,7 +314,7 @@ def test_what_has_no_tiles_is_refused_and_stays_as_it_was():
         with pytest.raises(UserError, match="a LappedTransformVAE does not decode in tiles"):
             parallelize(pipe, transport=transport, vae="tiled").__enter__()
         assert state_of(pipe) == before
-        with pytest.raises(UserError, match="3 frames; only images are decoded in tiles"):
+        with pytest.raises(UserError, match="vae tiled: 3 frames"):
             TiledVAE(tiled_vae("qwen"), transport).decode(torch.zeros(1, 4, 3, 8, 8))
 
     run_ranks(1, work)

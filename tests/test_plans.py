@@ -158,7 +158,7 @@ def test_a_plan_that_nobody_compared_says_so_once():
         return [str(one.message) for one in caught if "plan" in str(one.message)]
 
     (line,) = warned(Toy(), plan=PLAN)
-    assert line == "Planned runs by a plan that nobody compared with one process: cocodiff verify does"
+    assert line.startswith("Planned runs by a plan that nobody compared with one process: ")
     model = PLANNED["wan"].model()
     assert warned(model) == []
     assert len(warned(model, plan={**plan_of_diffusers(model), "blocks.0": Gather()})) == 1
@@ -172,19 +172,19 @@ AS_HALF = toy_inputs(False, 26) | {"text": torch.randn(2, 13, 24), "mask": None}
 @pytest.mark.parametrize(
     ("plan", "more", "words"),
     [
-        (PLAN | {"blockz": Gather()}, {}, "the plan cuts at 'blockz', which Planned has not"),
-        (PLAN | {"": TOKENS | {"texts": Cut()}}, {}, "the plan cuts 'texts' of the transformer, which takes none such"),
-        (PLAN | {"cross.to_k": Gather()}, {}, "the plan gathers 'cross.to_k 0', whose tokens were not cut"),
-        (PLAN | {"joint": Gather()}, {}, "the plan gathers 'joint 0', which has 16 tokens on rank 0"),
-        (PLAN | {"": {"hidden_states": Cut(1)}}, {}, "attends to 36 keys on all ranks together, which are not tokens"),
-        (PLAN | {"": {"hidden_states": Cut(1)}}, AS_HALF, "attends to 52 keys on all ranks together, which are not"),
-        (PLAN | {"": TOKENS | {"mask": Cut(1, 9)}}, {}, "has a mask of 18 keys and 16 keys on this rank: cut it"),
-        (PLAN | {"joint": [Cut()]}, {}, "the plan at 'joint' has a Cut: give Cut or Gather, or a dictionary"),
+        (PLAN | {"blockz": Gather()}, {}, "^the plan cuts at 'blockz',.* Planned "),
+        (PLAN | {"": TOKENS | {"texts": Cut()}}, {}, "^the plan cuts 'texts' of the transformer,"),
+        (PLAN | {"cross.to_k": Gather()}, {}, r"^the plan gathers 'cross\.to_k 0',"),
+        (PLAN | {"joint": Gather()}, {}, r"^the plan gathers 'joint 0',.* 16 .* 0\b"),
+        (PLAN | {"": {"hidden_states": Cut(1)}}, {}, r"attends to 36 keys .*\(26 hidden_states\)"),
+        (PLAN | {"": {"hidden_states": Cut(1)}}, AS_HALF, r"attends to 52 keys .*\(26 hidden_states\)"),
+        (PLAN | {"": TOKENS | {"mask": Cut(1, 9)}}, {}, "has a mask of 18 keys and 16 keys on this rank: "),
+        (PLAN | {"joint": [Cut()]}, {}, r"^the plan at 'joint' has a Cut: .*Gather"),
         (PLAN, {"kind": "causal"}, "joint attends causally, which has no parallel form here"),
-        (PLAN, {"kind": "added"}, "has a mask of torch.float32, which adds to scores"),
+        (PLAN, {"kind": "added"}, r"^joint has a mask of torch\.float32,"),
         (PLAN, {"kind": "by query"}, "has a mask that differs between queries"),
         (PLAN, {"kind": "by head"}, "has a mask that differs between heads"),
-        (PLAN, {"kind": "by hand"}, "joint, Attention with Plain, attends to a shard by other means than torch's"),
+        (PLAN, {"kind": "by hand"}, "^joint, Attention with Plain,.*scaled_dot_product_attention"),
     ],
 )
 def test_what_no_plan_can_do_is_refused(plan, more, words):
@@ -198,9 +198,7 @@ def test_an_argument_for_all_tokens_that_the_plan_does_not_cut_is_named(name, st
     case = PLANNED[name]
     plan = PLANS[case.name]
     kept = {of: cut for of, cut in plan[step].items() if of != argument}
-    with pytest.raises(
-        RuntimeError, match=rf"^the plan does not cut {words}.*which may be .*: cut it in the plan, or run"
-    ):
+    with pytest.raises(RuntimeError, match=rf"^the plan does not cut {words}.* \d+ .*\(.*\): "):
         on_ranks(2, case.model(), case.call(), plan={**plan, step: kept})
 
 
@@ -216,7 +214,7 @@ def test_another_attention_backend_is_refused(inside):
 
     if not inside:
         choose_backend(model.blocks[1].attn1.processor, "flash")
-    refused(r"blocks\.1\.attn1 uses the attention backend flash, which ranks do not", model, run=run)
+    refused(r"blocks\.1\.attn1 uses the attention backend flash,.*reset_attention_backend", model, run=run)
 
 
 def test_a_call_that_fails_in_attention_leaves_nothing_for_the_next():
@@ -247,7 +245,7 @@ def test_a_model_that_its_plan_does_not_fit_and_v_major_are_refused():
     words = "HeliosTransformer3DModel with is_amplify_history True has no parallel form"
     refused(words, AMPLIFIED.model(), AMPLIFIED.call())
     case = PLANNED["wan"]
-    refused("the plan of WanTransformer3DModel does not say which these are", case.model(), preset="cocodiff")
+    refused(r"^selection v_major keeps tokens .* WanTransformer3DModel ", case.model(), preset="cocodiff")
 
 
 # verify ---------------------------------------------------------------------------------------------------------------
@@ -350,7 +348,7 @@ def test_what_the_table_says_of_caches(name):
     model, calls = PLANNED[name].model(), six_calls(PLANNED[name])
     settings = {"step_cache": "first_block", "step_cache_threshold": 1e30}
     if PLANNED[name].name in WITHOUT_CACHE:
-        refused(r"step_cache first_block: .* diffusers does not tell which is the image", model, *calls, **settings)
+        refused(r"step_cache first_block: .* has blocks that return several tensors", model, *calls, **settings)
         return
     one, *others = (ran for size in (1, 2) for ran in on_ranks(size, model, *calls, **settings))
     check_alike(others, one.found, rtol=1e-4)

@@ -60,19 +60,18 @@ def test_a_group_has_those_whom_messages_join(topology, names, nic_balance):
             assert {*of_rank} == {*near.values()}
 
 
-@pytest.mark.parametrize(("size", "remedy"), [(5, "start 12 ranks"), (13, "start 12 or 24 ranks"), (0, "0 rank")])
+@pytest.mark.parametrize(("size", "remedy"), [(5, "12"), (13, "12 or 24"), (0, "")])
 def test_ranks_that_do_not_fill_the_machine_are_refused(size, remedy):
-    with pytest.raises(UserError) as caught:
+    said = rf"machine aurora has nodes of 12 ranks and {size} .*: \D*{remedy}\D*--machine local$"
+    with pytest.raises(UserError, match=said if size else "0 rank"):
         Topology.build(load_machine("aurora"), size)
-    said = str(caught.value)
-    assert remedy in said and (not size or all(part in said for part in ("aurora", "nodes of 12", "--machine local")))
 
 
 PAIR = Machine("pair", tiles=2, planes=(0, 1), cards=2, nodes=2)
 
 
 def test_more_ranks_than_the_machines_nodes_hold_are_refused():
-    with pytest.raises(UserError, match=r"2 node\(s\) of 4 ranks and 12 rank\(s\) were started"):
+    with pytest.raises(UserError, match=r"pair has 2 node\(s\) of 4 ranks and 12 rank\(s\).* 4 .*--machine local"):
         Topology.build(PAIR, 12)
     assert Topology.build(PAIR, 8).nodes == 2
 
