@@ -229,7 +229,7 @@ def test_a_plan_of_a_broken_folder(tmp_path: Path, sound: dict[str, Path]) -> No
 def test_sides_beyond_a_models_positions_and_any_memory() -> None:
     sd3 = tiny_pipelines.sd3_pipeline()
     check_sides(sd3, 96, 96, "m")
-    with pytest.raises(UserError, match="--width 100: model m makes images of at most 96 pixels a side"):
+    with pytest.raises(UserError, match=r"--width 100: .* 96 "):
         check_sides(sd3, 96, 100, "m")
     with pytest.raises(UserError, match="--height 16777216 --width 65536: decoding takes 49152 GiB") as caught:
         check_sides(tiny_pipelines.flux_pipeline(), 2**24, 2**16, "m")

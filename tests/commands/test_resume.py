@@ -58,8 +58,8 @@ def ask_unfinished(job: Job, chance: random.Random) -> None:
         return
     if job.kind.words[0] != "sweep" and "--overwrite" not in job.kind.words:  # a sweep goes on by itself
         done = job.run()
-        told = f"finished {kept} there: go on with --resume, or start afresh with --overwrite"
-        assert done.code == 2 and told in done.said and str(job.out) in done.said
+        told = (f"finished {kept} there: ", "--resume", "--overwrite", str(job.out))
+        assert done.code == 2 and all(value in done.said for value in told)
     options, told = chance.choice([*changes(job).items()])
     done = job.run("--resume", *options)
     assert done.code == 2 and f"the run that did not end had other settings ({told})" in done.said

@@ -155,7 +155,7 @@ def test_a_folder_is_reported_unless_a_line_is_damaged_which_is_named(tmp_path: 
         data = json.dumps(LINE | {"slice": "first"}).encode() + b"\n" + line + b"\n"
         lines.write_bytes(data)
         told = mistake(*given)
-        assert "results.jsonl, line 2 is damaged: mend it, or start afresh with --overwrite" in told
+        assert "results.jsonl, line 2 is damaged: " in told
         assert lines.read_bytes() == data
     lines.write_text(json.dumps(LINE) + "\n")
     assert main(given) == 0

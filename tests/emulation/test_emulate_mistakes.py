@@ -159,7 +159,7 @@ def test_auto_needs_a_table_of_the_machine(tmp_path):
         load_exchange_table("local", 1)
     path = tmp_path / "t.yaml"
     for text, said in (
-        ("local: {1: [[1, tapa]]}", "null|no limit"),
+        ("local: {1: [[1, tapa]]}", "rows of local on 1 node"),
         ("local: {1: [[2, tapa], [1, flat], [null, split]]}", "local on 1 node"),
         ("local: {1: [[null, tappa]]}", "tappa.*tapa"),
         ("local: [1]", "not a table"),

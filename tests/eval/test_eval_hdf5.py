@@ -119,7 +119,7 @@ def test_other_files_are_read_only_where_that_is_allowed(make: Callable[..., str
     for refused in (open_stack, partial(open_truth, stack=stack), partial(make_mask, stack=stack)):
         with pytest.raises(UserError, match=r"in\.h5: .* another file, .*\.(h5|raw); .* --follow-links"):
             refused(path)
-    damages: dict[str, Callable[[], Any]] = {rf"{other}, which is not there": lambda: None}
+    damages: dict[str, Callable[[], Any]] = {rf" in {other}, ": lambda: None}
     if kind != "numbered":  # whose sources HDF5 itself opens to tell how many there are: it would wait for ever
         damages[rf"{other}, which is a named pipe"] = lambda: os.mkfifo(other)
     if other.suffix == ".raw":
