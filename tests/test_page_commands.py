@@ -186,3 +186,11 @@ def test_recipes_mask_what_they_are_for(heading: str, tmp_path: Path, monkeypatc
     assert {*np.unique(found).tolist()} == {0, 255} and found[wrong].all()
     away = ndimage.distance_transform_edt(~wrong) > 4
     assert np.mean(found[away] > 0) < 0.002
+
+
+@pytest.mark.full
+def test_the_attention_call_runs_the_functions_that_the_page_shows() -> None:
+    shown = (ROOT / "docs" / "design.md").read_text()
+    done = warm_mpiexec(4, ROOT / "docs" / "attention_call.py")
+    assert_succeeded(done)
+    assert done.stdout.startswith("MainThread\n") and f"```text\n{done.stdout}```\n" in shown
