@@ -26,7 +26,7 @@ def note(frame: FrameType, event: str, _: object) -> None:
     file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
     if name not in names or event not in ("call", "return"):
         return
-    if file.parent.name not in PACKAGES or file.name == "transport.py":
+    if file.parent.name not in PACKAGES or file.name in ("transport.py", "lane.py"):
         return
     thread, first = threading.current_thread().name, name == "__call__"
     depths[thread] = depths.get(thread, 0) + (1 if event == "call" else -1)

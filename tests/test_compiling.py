@@ -21,8 +21,8 @@ from torch._dynamo.utils import counters
 from value_tables import beside
 from warm import forked
 
+from cocodiff.comm.lane import Lane
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.transport import Lane
 from cocodiff.config.errors import UserError
 from cocodiff.engine import compiling
 from cocodiff.engine.engine import parallelize

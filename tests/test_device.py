@@ -13,10 +13,10 @@ import torch
 from value_tables import beside
 
 from cocodiff.comm.health import Health
-from cocodiff.comm.transport import Lane
+from cocodiff.comm.lane import HandedOver, Lane
 from cocodiff.config.errors import OwnRankError
 from cocodiff.kernels import device as devices
-from cocodiff.kernels.device import IPEX, IPEX_ASKED, HandedOver, import_ipex, rank_device, used_on_current_stream
+from cocodiff.kernels.device import IPEX, IPEX_ASKED, import_ipex, rank_device, used_on_current_stream
 
 XPU = torch.device("xpu", 0)
 

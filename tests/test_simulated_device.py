@@ -19,12 +19,12 @@ from cocodiff.cli.doctor.trials import READ_EARLY, SENT_EARLY
 from cocodiff.cli.main import main
 from cocodiff.comm.connect import place_rank
 from cocodiff.comm.health import Health
+from cocodiff.comm.lane import HandedOver, Lane
 from cocodiff.comm.launch import Launch
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Lane
 from cocodiff.config.config import Config
 from cocodiff.config.errors import OwnRankError
-from cocodiff.kernels.device import HandedOver, free_memory, kept_for_all_streams, used_on_current_stream
+from cocodiff.kernels.device import free_memory, kept_for_all_streams, used_on_current_stream
 from cocodiff.kernels.dispatch import OPS
 
 

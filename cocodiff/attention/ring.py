@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.local import AttentionCall, Keys, LocalAttention, Partial, all_merged, merged
-from cocodiff.comm.transport import Group, LaneFuture, Pending, RankContext
-from cocodiff.kernels import views
+from cocodiff.comm.lane import LaneFuture
+from cocodiff.comm.transport import Group, Pending, RankContext
+from cocodiff.exchange.messages import views
 from cocodiff.topology.axes import Mesh
 from cocodiff.topology.routes.rounds import CARD, NODE, TILE, Move, visits_of
 

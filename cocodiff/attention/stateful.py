@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from cocodiff.attention.strategy import LayerKey
+from cocodiff.comm.lane import LaneFuture
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import LaneFuture, RankContext
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.exchange.codec import (
     CODED,

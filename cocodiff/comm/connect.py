@@ -31,11 +31,9 @@ import torch.distributed as dist
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
 from cocodiff.comm.launch import STARTED, Contact, Launch
 from cocodiff.comm.peers import BLAME_S
-from cocodiff.comm.transport import LaneOwner, Transport
+from cocodiff.comm.transport import BACKENDS, LaneOwner, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels.device import rank_device, ranks_on_device
-
-ONECCL = ("xccl", "ccl")  # names of the backends that are oneCCL's
 
 
 class Killer(NamedTuple):
@@ -56,14 +54,14 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
     """
 
     switches = [
-        ("CCL_OP_SYNC", library in ONECCL, "makes every oneCCL call wait for its end"),
+        ("CCL_OP_SYNC", library in BACKENDS["xpu"], "makes every oneCCL call wait for its end"),
         ("TORCH_NCCL_BLOCKING_WAIT", library == "nccl", "makes waiting block the host"),
         ("CUDA_LAUNCH_BLOCKING", device == "cuda", "makes every kernel launch wait for its end"),
     ]
     on = {name for name, _, _ in switches if environment.get(name, "").strip().lower() in ("1", "true", "yes", "on")}
     # Aurora's module sets CCL_OP_SYNC because some collectives give wrong results without it.
     found = [Killer(f"{n}=1", why, f"unset {n} unless modules set it") for n, read, why in switches if read and n in on]
-    if library in ONECCL and device == "xpu" and environment.get("CCL_ATL_TRANSPORT", "").lower() == "ofi":
+    if library in BACKENDS["xpu"] and device == "xpu" and environment.get("CCL_ATL_TRANSPORT", "").lower() == "ofi":
         harm = "makes oneCCL synchronous on GPU buffers"
         found.append(Killer("CCL_ATL_TRANSPORT=ofi", harm, "export CCL_ATL_TRANSPORT=mpi"))
     return found

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cocodiff.comm.lane import StreamMark
 from cocodiff.comm.transport import Group, LandingMessages, LaneOwner, Messages, Pending, not_empty
-from cocodiff.kernels.device import StreamMark
 
 ALIGNED = 64  # bytes; messages of a call begin at multiples of it in their common buffer
 THROUGH_HOST = "host memory"  # name of the carrier, for messages to the user

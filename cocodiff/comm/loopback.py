@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from cocodiff.comm.health import CALL, Health
+from cocodiff.comm.lane import CHECK_S
 from cocodiff.comm.peers import STILL_S, CallTable, OwnProgress, find_stalled
-from cocodiff.comm.transport import CHECK_S, Group, LaneOwner, Messages, Pending, PostedMessages, not_empty
+from cocodiff.comm.transport import Group, LaneOwner, Messages, Pending, PostedMessages, not_empty
 from cocodiff.config.errors import PeerLost, UserError
 
 T = TypeVar("T")

@@ -16,7 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocodiff.comm.health import Health, call_tag
-from cocodiff.comm.transport import Group, LandingMessages, LaneOwner, Messages, Pending, PostedMessages, not_empty
+from cocodiff.comm.transport import (
+    BACKENDS,
+    Group,
+    LandingMessages,
+    LaneOwner,
+    Messages,
+    Pending,
+    PostedMessages,
+    not_empty,
+)
 from cocodiff.config.errors import UserError
 from cocodiff.kernels.device import used_on_current_stream
 
@@ -252,10 +261,6 @@ def initialise(backend: str, store: Any, rank: int, size: int, device: torch.dev
     """
     device_id = device if backend in ("xccl", "nccl") else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NEVER, device_id=device_id)
-
-
-# Backends by type of device, the preferred one first.
-BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 
 
 def check_backend(backend: str, device: torch.device) -> None:

@@ -1,9 +1,7 @@
-"""The interface to a communication library: ranks, groups of ranks, lanes, asynchronous messages.
+"""The interface to a communication library: ranks, groups of ranks, asynchronous messages, and the lanes of a run.
 
 Every group call returns at once with a `Pending`. On accelerators its `wait` orders streams and does not block the
-host. A *lane* is an ordered background worker. Packing and communication are submitted to it as one job, so both stay
-off the critical path. All ranks submit to a lane in program order; they need no other agreement. Some device libraries
-need one order for all messages of a process. Then all lanes share one thread (`LaneOwner.one_thread`).
+host.
 """
 
 from __future__ import annotations
@@ -11,30 +9,28 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextvars import copy_context
 from dataclasses import dataclass
-from functools import cached_property, partial
-from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from cocodiff.comm.health import Health
+from cocodiff.comm.lane import Lane, StreamMark
 from cocodiff.comm.objects import as_bytes, as_value
 from cocodiff.comm.trace import Trace
 from cocodiff.config.errors import UserError
 from cocodiff.config.registry import imported
 from cocodiff.kernels import Kernels
-from cocodiff.kernels.device import HandedOver, OwnStream, StreamMark, used_on_current_stream
+from cocodiff.kernels.device import used_on_current_stream
 from cocodiff.topology import Topology
 
 T = TypeVar("T")
 Messages = list[tuple[Tensor, int]]  # tensors, each with the peer that it goes to or comes from
+# torch.distributed's backends by type of device, the preferred one first. Those of xpu are both oneCCL.
+BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 TOGETHER = {"auto": None, "batch": False, "alltoall": True}  # values for `Transport.group` by setting `messages`
-CHECK_S = 0.25  # seconds between two checks of a blocked wait for lost peers
 
 
 class Pending(Protocol):
@@ -526,97 +522,3 @@ def broadcast_value(group: Group, value: Any) -> Any:
 def not_empty(messages: Messages) -> Messages:
     """Return the messages whose tensors have elements. Only these are posted."""
     return [(tensor, peer) for tensor, peer in messages if tensor.numel()]
-
-
-class LaneFuture(Generic[T]):
-    """The result of a job that was submitted to a `Lane`, a background thread, and may not have ended yet."""
-
-    def __init__(self, future: Future[HandedOver[T]], health: Health) -> None:
-        self._future, self._health = future, health
-
-    def wait(self) -> T:
-        """Wait for the job and return its result. Raise what the job raised, or PeerLost if a rank was lost."""
-        while not self._future.done():
-            try:
-                self._future.exception(CHECK_S)
-            except FutureTimeout:  # the job's own error is returned by `exception`, and raised below
-                self._health.still_waiting()
-        with self._health.blaming():
-            handed = self._future.result()
-        return handed.take()
-
-
-class Worker:
-    """A thread that runs jobs one after the other. As a daemon it never keeps a process alive."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: end the thread
-        self._thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
-        self._thread.start()
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Run a job on the thread after all earlier ones, without waiting for it.
-
-        If a job on this thread calls this, the new job is run at once.
-
-        Args:
-            job: function without arguments.
-        """
-        if threading.current_thread() is self._thread:
-            job()
-        else:
-            self._jobs.put(job)
-
-    def close(self) -> None:
-        """End the thread after the jobs that were given to it so far."""
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # frees its arguments while the thread waits
-
-
-class Lane:
-    """A background thread that runs jobs in order, such as packing and sending.
-
-    On accelerators it has a stream of its own. Tensors pass between the caller's stream and the lane's only as a job's
-    arguments and its result, where `used_on_current_stream` finds them.
-    """
-
-    def __init__(self, name: str, device: torch.device, health: Health, worker: Worker | None = None) -> None:
-        """Start the lane.
-
-        Args:
-            health: the watch over lost ranks, which ends waits for a job.
-            worker: the thread that runs the jobs; by default a new one.
-        """
-        self.name, self.worker = name, worker or Worker(name)
-        self._device, self._health, self._stream = device, health, OwnStream(device)
-        self._open = True
-
-    def submit(self, work: Callable[..., T], *given: Any) -> LaneFuture[T]:
-        """Run `work(*given)` after all earlier jobs of this lane, and after what is on the caller's stream now. Return
-        its future."""
-        if not self._open:
-            raise RuntimeError(f"lane {self.name} is closed, and its transport with it: nobody would run this job")
-        future: Future[Any] = Future()
-        inference = torch.is_inference_mode_enabled()  # this mode belongs to the thread
-        handed = HandedOver(given, self._device)
-
-        def run() -> None:
-            try:
-                # Tensors made in inference mode can be changed in place only in that mode, on any thread. Leaving the
-                # mode turns gradients on, so they are turned off inside.
-                with self._stream.current(), torch.inference_mode(inference), torch.no_grad():
-                    future.set_result(HandedOver(work(*handed.take()), self._device))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.worker.run(partial(copy_context().run, run))
-        return LaneFuture(future, self._health)
-
-    def close(self) -> None:
-        """End the lane after the jobs that were submitted so far."""
-        self._open = False
-        self.worker.close()

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cocodiff.comm.health import CALL
+from cocodiff.comm.lane import LaneFuture
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, LaneFuture, SubTransport, Transport
+from cocodiff.comm.transport import Group, SubTransport, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.engine.agreement import check_agreement, facts_of
 from cocodiff.engine.guidance.parts import WITHOUT_VALUES, functions_named

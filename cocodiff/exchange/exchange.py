@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from cocodiff.comm.transport import Group, Lane, LaneFuture, RankContext
+from cocodiff.comm.lane import Lane, LaneFuture
+from cocodiff.comm.transport import Group, RankContext
 from cocodiff.config.errors import UserError
 from cocodiff.config.registry import EXCHANGES
 from cocodiff.exchange.messages import BlockSet, Target, run_phase, run_pipelined

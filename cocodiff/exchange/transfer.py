@@ -15,7 +15,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from cocodiff.comm.transport import LaneFuture
+from cocodiff.comm.lane import LaneFuture
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Target
 from cocodiff.exchange.outgoing import OUTPUT, EncodedCall, Outgoing, TensorFuture

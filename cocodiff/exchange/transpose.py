@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cocodiff.comm.transport import LaneFuture
+from cocodiff.comm.lane import LaneFuture
 from cocodiff.exchange.codec import Codec
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target

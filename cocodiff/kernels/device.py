@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from importlib import import_module, metadata
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -153,76 +152,6 @@ def ranks_on_device(device: torch.device, ranks: int) -> int:
         return 1
     count = int(torch.get_device_module(device).device_count())
     return 1 if count == 1 and "ZE_AFFINITY_MASK" in os.environ else -(-ranks // count)
-
-
-class StreamMark:
-    """A point in the current stream of a device, at the time when it is created.
-
-    On a CPU work is done when its call returns, so there is nothing to mark.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._module, self._device = None if device.type == "cpu" else torch.get_device_module(device), device
-        if self._module is not None:
-            self._event = self._module.Event()
-            self._event.record(self._module.current_stream(device))
-
-    def wait(self) -> None:
-        """Make the caller's current stream wait until the marked stream has reached this point; the host does not
-        block."""
-        if self._module is not None:
-            self._module.current_stream(self._device).wait_event(self._event)
-
-    def wait_on_host(self) -> None:
-        """Block the calling thread until the marked stream has reached this point."""
-        if self._module is not None:
-            self._event.synchronize()
-
-
-class HandedOver(Generic[T]):
-    """A value on its way to another stream, from the stream that is current when this is created.
-
-    Every tensor that one thread produces and another one uses is passed in this way. So the order of streams and the
-    lifetime of memory are handled in one place. On a CPU work is done when its call returns, and nothing needs an
-    order.
-
-    Args:
-        value: anything that `used_on_current_stream` takes.
-        device: the device of the value's tensors.
-    """
-
-    def __init__(self, value: T, device: torch.device) -> None:
-        self._value, self._made = value, None if device.type == "cpu" else StreamMark(device)
-
-    def take(self) -> T:
-        """Return the value for use on the caller's current stream, which waits for the stream that made it; the host
-        does not block.
-
-        The value's memory is kept until this stream is done with it, even if it is freed before.
-        """
-        if self._made is not None:
-            self._made.wait()
-            used_on_current_stream(self._value)
-        return self._value
-
-
-class OwnStream:
-    """A separate stream on accelerators for one lane, a background thread that packs and sends; nothing on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Make this stream the calling thread's current one inside the `with` block. On a CPU nothing happens."""
-        if self._stream is None:
-            yield
-            return
-        module = torch.get_device_module(self._device)
-        module.set_device(self._device)
-        with module.stream(self._stream):
-            yield
 
 
 def used_on_current_stream(value: T) -> T:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from cocodiff.comm.health import Health
+from cocodiff.comm.lane import CHECK_S, HandedOver, Lane, LaneFuture
 from cocodiff.comm.loopback import LoopbackTransport, LoopbackWorld
-from cocodiff.comm.transport import CHECK_S, Lane, LaneFuture
-from cocodiff.kernels.device import HandedOver
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from cocodiff.comm import host
+from cocodiff.comm.lane import StreamMark
 from cocodiff.comm.transport import LandingMessages
-from cocodiff.kernels.device import StreamMark
 from simulated_device import command
 
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import StatefulCall, StatefulCodec
 from cocodiff.attention.v_major.selection import Cards, DriftNotes, Schedule, Selection, scored_blocks
-from cocodiff.comm.transport import LaneFuture, RankContext
+from cocodiff.comm.lane import LaneFuture
+from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 from cocodiff.exchange.codec import WHOLE, CallKind, StateBytes, StepInfo, StepKinds, StepNotes, TensorSets

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cocodiff.comm.health import CALL
-from cocodiff.comm.transport import LaneFuture, RankContext, SubTransport
+from cocodiff.comm.lane import LaneFuture
+from cocodiff.comm.transport import RankContext, SubTransport
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.axes import Axes
