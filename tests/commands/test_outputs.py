@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -466,15 +467,17 @@ def test_impossible_targets_are_refused_in_one_line(tmp_path: Path, monkeypatch:
     Path("thesis/thesis.tex").write_text("precious")
     Path("users", MARK).write_text("input: scan.tif")
     before = unchanging(tmp_path)
-    another = ("/", "a/..", ".", "/proc/x", "/proc/x/y", "loop", "a\0b", "thesis", "users")
-    places = dict.fromkeys(another, "--out .*folder")
+    held = f"holds no {MANIFEST}" if overwrite else "exists already: .*--overwrite"
+    places = {name: f"--out {re.escape(name)} {held}" for name in ("/", "a/..", ".", "thesis", "users")}
+    places |= dict.fromkeys(("/proc/x", "/proc/x/y"), "No such file") | {
+        "loop": "--out loop: .*loop",
+        "a\0b": "null byte",
+    }
     places |= dict.fromkeys(("n" * 300, "é" * 128, "d/" * 3000), "File name too long")
     places |= dict.fromkeys(("/dev/null", f"thesis/../users/{MARK}"), "is a file")
     places |= {"/dev/null/a": "no permission to write in /dev/null", f"users/{MARK}/a": "no permission to write in"}
     for out, said in places.items():
         refused(out, said, overwrite)
-    if overwrite:
-        refused("users", f"holds no {MANIFEST}")
     assert unchanging(tmp_path) == before
 
 

@@ -67,8 +67,7 @@ def test_missing_voxels_are_no_intensities(tmp_path: Path, kind: str, name: str)
         return
     words = words.replace(r"\(", r"\((_FillValue 0, )?")  # which xarray's arrays have in Zarr v2
     told = refused(path, f"{words} outside the mask 'center'")
-    assert "delete the attribute if it is wrong" in told
-    assert name == "most" or "the first at slice 1, row 2, column 3;" in told
+    assert "attribute" in told and (name == "most" or "slice 1, row 2, column 3" in told)
     if name == "_FillValue":
         volume = voxels()
         volume[1, 2, 3:5] = 2000
@@ -102,7 +101,7 @@ def test_values_of_every_type(tmp_path: Path, kind: str, dtype: str) -> None:
     volume = (voxels("int64") % 99).astype(dtype)
     volume[0, 0, 0] = value
     about = encoded(float(value)) if "zarr" in kind and dtype.startswith("f") else value
-    words = r": 1 (NaN or Inf or )?missing \(_FillValue .*\) voxels .* the first at slice 0, row 0, column 0"
+    words = r": 1 (NaN or Inf or )?missing \(_FillValue .*\) voxels .* slice 0, row 0, column 0"
     refused(KINDS[kind].file(tmp_path, volume, attributes={"_FillValue": about}), words)
 
 
@@ -222,7 +221,7 @@ def write_gdal(folder: Path, volume: np.ndarray, text: str) -> str:
 @pytest.mark.parametrize(("dtype", "text"), [("uint16", "7"), ("int16", "7"), ("float32", " 7.0"), ("float64", "7")])
 def test_missing_voxels_of_tiff_are_those_that_gdal_declares(tmp_path: Path, dtype: str, text: str) -> None:
     path = write_gdal(tmp_path, voxels(dtype), text)
-    refused(path, r"2 .*missing \(_FillValue 7\) voxels .* the first at slice 1, row 2, column 3;")
+    refused(path, r"2 .*missing \(_FillValue 7\) voxels .* slice 1, row 2, column 3")
     exported(write_gdal(tmp_path, np.maximum(voxels(dtype), 1001), text), tmp_path)
     for name, kept in (("tapa", True), ("tapa_spread", False), ("mask", False)):
         with tifffile.TiffFile(tmp_path / f"scan_center_{name}.tif") as tiff:

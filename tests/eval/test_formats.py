@@ -127,7 +127,7 @@ def test_axes_that_are_no_depth_are_refused_by_name(tmp_path: Path, kind: str, a
         assert "x, y, z" in told and "z, y, x" in told
     else:
         what = "store" if "zarr" in kind else "file"
-        assert f"5 x 20 x 33 ({axes[0]}" in told.lower() and re.search(f"{what} of its own, .* z if it is depth$", told)
+        assert f"5 x 20 x 33 ({axes[0]}" in told.lower() and re.search(rf": .*\b{what} .* z\b", told)
 
 
 @pytest.mark.parametrize("kind", ["imagej", "ome"])
