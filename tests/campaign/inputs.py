@@ -23,11 +23,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 
 import numpy as np
-from cocodiff_eval.cli.inpaint import ABOUT, OPTIONS, find_tasks
+from cocodiff_eval.cli.inpaint import ABOUT, OPTIONS
 from cocodiff_eval.data.formats import FORMATS, open_volume, write_volume
 from cocodiff_eval.data.intensity import compose_native
 from cocodiff_eval.data.masks import block_mask, center_mask
-from cocodiff_eval.harness.tasks import export, result_files
+from cocodiff_eval.harness.tasks import export, find_tasks, result_files
 from file_kinds import KINDS, read_plainly, texts_in
 from inputs_checks import bits, check_result, file_of, in_meters, opened, other_sides, voxels_of
 from inputs_files import DTYPES, SHAPE, UNKNOWN, USUAL, Draw, Given, Result, damage, make_voxels

@@ -22,12 +22,12 @@ import torch
 from cocodiff_bench.stand_in import Late
 from cocodiff_eval.cli.generate import OPTIONS as GENERATE
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
-from cocodiff_eval.cli.inpaint import find_tasks, prepare
+from cocodiff_eval.cli.inpaint import prepare
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of, measured, packed, unpacked
 from cocodiff_eval.harness.replicas import JobRecord, Queue, Replica
 from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import describe
-from cocodiff_eval.harness.tasks import Task, describe_inputs
+from cocodiff_eval.harness.tasks import Task, describe_inputs, find_tasks
 from cocodiff_eval.quality.fusing import Moments
 from covering import examples
 from exactness import denoise

@@ -131,7 +131,7 @@ INPUTS = (
     ("script", "names"),
     [
         ("from cocodiff.cli import main; main.main(['--help'])", HEAVY),
-        (f"from cocodiff_eval.cli import inpaint; inpaint.find_tasks({INPUTS})", HEAVY),
+        (f"from cocodiff_eval.harness import tasks; tasks.find_tasks({INPUTS})", HEAVY),
         (f"import {', '.join(MODULES[name] for name in QUICK)}", "{'numpy', 'scipy', 'torch'}"),
     ],
 )

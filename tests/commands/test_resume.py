@@ -202,7 +202,7 @@ def test_something_is_said_before_anything_is_read_or_imported(
         raise KeyboardInterrupt
 
     words = ["inpaint", "--input", str(scan), "--out", str(tmp_path / "out")]
-    for name in ("cli.inpaint.find_tasks", "harness.session.import_before_fork", "harness.session.load_requested"):
+    for name in ("harness.tasks.find_tasks", "harness.session.import_before_fork", "harness.session.load_requested"):
         monkeypatch.setattr(f"cocodiff_eval.{name}", stop)
         assert main(words) == 130
         monkeypatch.undo()

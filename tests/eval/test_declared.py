@@ -15,11 +15,10 @@ import pytest
 import tifffile
 import xarray
 import zarr
-from cocodiff_eval.cli.inpaint import find_tasks
 from cocodiff_eval.data.intensity import IntensityRange, compose_native, intensity_range
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
-from cocodiff_eval.harness.tasks import export, result_files
+from cocodiff_eval.harness.tasks import export, find_tasks, result_files
 from eval_helpers import CASES
 from file_kinds import DECLARING, KINDS, assert_bits, write_hdf5, write_tiff, write_zarr
 from seams import save_as_restore

@@ -8,10 +8,10 @@ import h5py
 import numpy as np
 import pytest
 import tifffile
-from cocodiff_eval.cli.inpaint import values_to_compare
 from cocodiff_eval.data.masks import Mask, block_mask, center_mask, make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Stack
+from cocodiff_eval.harness.tasks import values_to_compare
 from eval_helpers import CASES, marked
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,13 +10,12 @@ from functools import partial
 from typing import Any
 
 from cocodiff import __version__
-from cocodiff.comm.launch import Launch, detect
+from cocodiff.comm.launch import Launch
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
-from cocodiff.config.files import is_there
 from cocodiff.jobs.options import JOB_OPTIONS, Option, check_counts, check_strength, parse, with_settings
 from cocodiff.jobs.ranks import run_ranks, settle
-from cocodiff.jobs.terminal import reading_bar, say
+from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.data import SAME, WRITTEN
 from cocodiff_eval.harness.partition import is_planned, own_pixels
@@ -113,6 +111,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
+    from cocodiff_eval.harness.tasks import find_tasks, values_to_compare  # imports the libraries that read files
+
     tasks = find_tasks(values)
     for task in tasks:
         check_truth(prepared.quality, task)
@@ -122,24 +122,6 @@ def start(words: Sequence[str], launch: Launch) -> int:
     return start_job(
         prepared, launch, "slices", "cocodiff_eval.harness.slices:SliceJob", [tasks], values_to_compare(tasks)
     )
-
-
-def values_to_compare(tasks: list[Any]) -> dict[str, str]:
-    """Return what ranks have read from the inputs and must agree on, by a phrase for errors: intensity ranges and
-    masks.
-
-    Each rank reads the inputs by itself and decides by them; the job's ranks compare these texts when they start.
-
-    Args:
-        tasks: a `tasks.Task` for each input and mask.
-    """
-    found = {}
-    for task in tasks:
-        stack, mask = task.stack.name, task.mask
-        found[f"intensities of {stack} outside {mask.name}"] = str(task.scale)
-        digest = zlib.crc32(bytes(mask.masked))
-        found[f"slices of {stack} that {mask.name} masks"] = f"{sum(mask.masked)}, digest {digest:08x}"
-    return found
 
 
 def check_truth(quality: Quality | None, task: Any) -> None:
@@ -242,56 +224,3 @@ def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
         calls=None if steps is None else -(-steps // (batch * values["steps"] * groups)),
     )
     return replace(prepared, inputs=partial(describe_inputs, tasks, values))
-
-
-def find_tasks(values: dict[str, Any], unmasked: str | None = None) -> list[Any]:
-    """Open the inputs, make the masks, and print remarks on them for the user. Return a `tasks.Task` for each input and
-    mask.
-
-    Raise UserError for inputs that cannot be used. Nothing is written.
-
-    Args:
-        values: the options' values by name.
-        unmasked: the mask's name that stands for no mask, in commands that do not restore; else None.
-    """
-    from cocodiff_eval.data.formats import result_format
-    from cocodiff_eval.data.intensity import compare_truth, intensity_range, parse_range
-    from cocodiff_eval.data.masks import make_mask, nothing_masked
-    from cocodiff_eval.data.slices import open_stacks, open_truth
-    from cocodiff_eval.data.volume import Part
-    from cocodiff_eval.harness.tasks import FileNames, Task, file_names
-    from cocodiff_eval.harness.volume import axes_of, volume_of
-
-    speaks = detect().speaks
-    links, progress = values["follow_links"], reading_bar(not values["quiet"] and speaks)
-    given = parse_range(values["range"]) if values.get("range") is not None else None
-    stacks = open_stacks(values["input"], links, Part(values.get("slices") or "", values.get("roi") or ""))
-    if values["truth"] and len(stacks) > 1:
-        raise UserError(f"--truth is the original of one input and {len(stacks)} were given: run them one by one")
-    masks = list(dict.fromkeys(values["mask"]))
-    if len(masks) == 1 and not is_there(masks[0]):
-        masks = list(dict.fromkeys(masks[0].split(",")))
-    tasks: list[Task] = []
-    for stack in stacks:
-        truth = open_truth(values["truth"], stack, links) if values["truth"] else None
-        for number, word in enumerate(masks):
-            if word == unmasked:
-                mask = nothing_masked(stack)
-            else:
-                along_z = unmasked is None and axes_of(values, stack)[0] == ("z",)
-                changed = values.get("grow", 0), values.get("invert")
-                mask = make_mask(word, stack, values["seed"], links, progress, along_z, *changed)
-            if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
-                raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
-            scale = intensity_range(stack, mask, progress, given)
-            known = None if mask.from_file else stack.as_truth()
-            known = known if truth is None else compare_truth(truth.as_truth(), stack, mask, scale, progress)
-            volume, mask = volume_of(values, stack, mask)
-            files, steps = FileNames(stack.name, mask.name), values.get("steps", 0)
-            tasks.append(Task(stack, mask, scale, known, files, volume=volume, steps=steps))
-    for line in dict.fromkeys(line for task in tasks for line in task.remarks() if speaks):
-        say(line)
-    names = file_names([(task.stack.name, task.mask.name) for task in tasks])
-    wanted = values.get("format") or "same"
-    formats = [result_format(wanted, task.stack) for task in tasks]
-    return [replace(task, files=name, format=one) for task, name, one in zip(tasks, names, formats, strict=True)]

@@ -23,7 +23,7 @@ from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
 from cocodiff.topology import Topology
 from cocodiff_eval.cli.inpaint import OPTIONS as OF_INPAINT
-from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE, find_tasks, values_to_compare
+from cocodiff_eval.cli.inpaint import SHOWN, SLICE_BY_SLICE
 from cocodiff_eval.harness.grid import SECTIONS, Point, SweepGrid, read_grid
 from cocodiff_eval.harness.pipelines import Request
 from cocodiff_eval.harness.quality import BOUND_OPTIONS
@@ -64,6 +64,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
         if launch.speaks:
             report(Path(values["out"]))
         return 0
+    from cocodiff_eval.harness.tasks import values_to_compare
+
     launch, ranks = settle(values, launch)
     check_request(values)
     grid = read_grid(values)
@@ -114,9 +116,9 @@ def prepare(values: dict[str, Any], grid: SweepGrid, ranks: int, started: float)
             f"...) would be exact: start 2 ranks or more for each replica with --ranks, mpiexec or torchrun"
         )
     prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
-    once = find_tasks(values)
-    from cocodiff_eval.harness.tasks import describe_inputs
+    from cocodiff_eval.harness.tasks import describe_inputs, find_tasks
 
+    once = find_tasks(values)
     images = sum(sum(task.mask.masked) for task in once)
     prepared = prepared.partitioned(images=images, batch=values["batch"] or 1, steps=sum(grid.steps))
     topology = topology_of_replica(values, ranks, prepared.partition.replicas)

@@ -15,7 +15,7 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import RESUME, RUN_OPTIONS, Option, check_counts, engine_settings, parse, with_settings
 from cocodiff.jobs.ranks import run_holding, settle
 from cocodiff.jobs.terminal import note, say
-from cocodiff_eval.cli.inpaint import MASK_OPTIONS, SLICE_BY_SLICE, find_tasks
+from cocodiff_eval.cli.inpaint import MASK_OPTIONS, SLICE_BY_SLICE
 from cocodiff_eval.harness.pipelines import EMBEDDED, own_weights
 
 ABOUT = (
@@ -76,6 +76,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
         return 0
     if launch.speaks:
         say(f"cocodiff {__version__}: training on {ranks} rank(s) into {values['out']}")
+    from cocodiff_eval.harness.tasks import find_tasks
+
     tasks = find_tasks(values | SLICE_BY_SLICE | {"mask": [values["mask"]], "truth": None}, unmasked=NOTHING)
     config = Config.preset("flat", **engine_settings(values))
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cocodiff.comm.launch import detect
+from cocodiff.config.errors import UserError
+from cocodiff.config.files import is_there
 from cocodiff.jobs.record import described_inputs
-from cocodiff_eval.data.formats import write_volume
-from cocodiff_eval.data.intensity import IntensityRange
-from cocodiff_eval.data.masks import Mask
-from cocodiff_eval.data.slices import unique_names
-from cocodiff_eval.data.volume import NewVolume, Progress, Reader, Stack
-from cocodiff_eval.harness.volume import Volume
+from cocodiff.jobs.terminal import reading_bar, say
+from cocodiff_eval.data.formats import result_format, write_volume
+from cocodiff_eval.data.intensity import IntensityRange, compare_truth, intensity_range, parse_range
+from cocodiff_eval.data.masks import Mask, make_mask, nothing_masked
+from cocodiff_eval.data.slices import open_stacks, open_truth, unique_names
+from cocodiff_eval.data.volume import NewVolume, Part, Progress, Reader, Stack
+from cocodiff_eval.harness.volume import Volume, axes_of, volume_of
 
 SHOWN = 12  # most numbers of slices that a message lists
 BOUNDS = ("_low_90", "_high_90")  # added to a preset's name: files of both ends of the 90 % intervals
@@ -121,6 +126,68 @@ class Task:
             )
         others = [*self.mask.remarks, *(self.truth.metadata.remarks if self.truth is not None else ())]
         return [*kept.remarks, *others, *(f"{self.stack.name}, mask {self.mask.name}: {one}" for one in found)]
+
+
+def find_tasks(values: Mapping[str, Any], unmasked: str | None = None) -> list[Task]:
+    """Open the inputs, make the masks, and print remarks on them for the user. Return a task for each input and mask.
+
+    Raise UserError for inputs that cannot be used. Nothing is written.
+
+    Args:
+        values: the options' values by name.
+        unmasked: the mask's name that stands for no mask, in commands that do not restore; else None.
+    """
+    speaks = detect().speaks
+    links, progress = values["follow_links"], reading_bar(not values["quiet"] and speaks)
+    given = parse_range(values["range"]) if values.get("range") is not None else None
+    stacks = open_stacks(values["input"], links, Part(values.get("slices") or "", values.get("roi") or ""))
+    if values["truth"] and len(stacks) > 1:
+        raise UserError(f"--truth is the original of one input and {len(stacks)} were given: run them one by one")
+    masks = list(dict.fromkeys(values["mask"]))
+    if len(masks) == 1 and not is_there(masks[0]):
+        masks = list(dict.fromkeys(masks[0].split(",")))
+    tasks: list[Task] = []
+    for stack in stacks:
+        truth = open_truth(values["truth"], stack, links) if values["truth"] else None
+        for number, word in enumerate(masks):
+            if word == unmasked:
+                mask = nothing_masked(stack)
+            else:
+                along_z = unmasked is None and axes_of(values, stack)[0] == ("z",)
+                changed = values.get("grow", 0), values.get("invert")
+                mask = make_mask(word, stack, values["seed"], links, progress, along_z, *changed)
+            if any(mask.name == task.mask.name for task in tasks if task.stack is stack):
+                raise UserError(f"--mask {word}: two masks are called {mask.name}: rename file {number + 1}")
+            scale = intensity_range(stack, mask, progress, given)
+            known = None if mask.from_file else stack.as_truth()
+            known = known if truth is None else compare_truth(truth.as_truth(), stack, mask, scale, progress)
+            volume, mask = volume_of(values, stack, mask)
+            files, steps = FileNames(stack.name, mask.name), values.get("steps", 0)
+            tasks.append(Task(stack, mask, scale, known, files, volume=volume, steps=steps))
+    for line in dict.fromkeys(line for task in tasks for line in task.remarks() if speaks):
+        say(line)
+    names = file_names([(task.stack.name, task.mask.name) for task in tasks])
+    wanted = values.get("format") or "same"
+    formats = [result_format(wanted, task.stack) for task in tasks]
+    return [replace(task, files=name, format=one) for task, name, one in zip(tasks, names, formats, strict=True)]
+
+
+def values_to_compare(tasks: Sequence[Task]) -> dict[str, str]:
+    """Return what ranks have read from the inputs and must agree on, by a phrase for errors: intensity ranges and
+    masks.
+
+    Each rank reads the inputs by itself and decides by them; the job's ranks compare these texts when they start.
+
+    Args:
+        tasks: the tasks of the job.
+    """
+    found = {}
+    for task in tasks:
+        stack, mask = task.stack.name, task.mask
+        found[f"intensities of {stack} outside {mask.name}"] = str(task.scale)
+        digest = zlib.crc32(bytes(mask.masked))
+        found[f"slices of {stack} that {mask.name} masks"] = f"{sum(mask.masked)}, digest {digest:08x}"
+    return found
 
 
 def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[str, Any]:
