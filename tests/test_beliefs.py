@@ -84,7 +84,9 @@ def with_beliefs(of: Case, *beliefs: Belief) -> Division:
 def test_both_ends_of_what_is_believed():
     """The file's own value is no end; the other values stay as they are."""
     of = with_beliefs(
-        case("flat", aurora(), ring=1), Belief("link_share", 0.5, 1, "a page"), Belief("latency_us", 5, 50, "guessed")
+        case("flat", aurora(), ring=1),
+        Belief(name="link_share", low=0.5, high=1, source="a page"),
+        Belief(name="latency_us", low=5, high=50, source="guessed"),
     )
     found = {(end.belief.name, end.value): end.division for end in ends_of(of)}
     assert list(found) == [("link_share", 0.5), ("latency_us", 5), ("latency_us", 50)]
@@ -96,8 +98,8 @@ def test_both_ends_of_what_is_believed():
 def test_the_value_from_which_on_a_codec_pays():
     of = with_beliefs(
         case("coded", aurora(instructions_g_s=30), ring=1),
-        Belief("link_share", 0.05, 1, "a page"),
-        Belief("latency_us", 5, 20, "guessed"),
+        Belief(name="link_share", low=0.05, high=1, source="a page"),
+        Belief(name="latency_us", low=5, high=20, source="guessed"),
     )
     assert not pays(of)
     ((end, at),) = turning_points(of, pays)

@@ -212,7 +212,9 @@ def test_the_largest_batch_fits_and_an_image_more_does_not(name, branches, gib, 
 
 @pytest.mark.parametrize(("memory", "blame"), CASES["blames"])
 def test_what_cannot_fit_is_refused_with_figures_and_blame(memory, blame):
-    need = RankMemory(100 * MIB, 50 * MIB, 30 * MIB, 15 * MIB, 5 * MIB)
+    need = RankMemory(
+        weights=100 * MIB, activations=50 * MIB, image_cache=30 * MIB, reference_cache=15 * MIB, text_cache=5 * MIB
+    )
     check_fits(need, 200 * MIB, "rank 1 on cpu")
     with pytest.raises(UserError, match=blame) as caught:
         check_fits(need, memory * MIB, "rank 1 on cpu")

@@ -203,7 +203,7 @@ def test_a_slower_machine_takes_no_less(preset, nodes, slower, factor, waits):
 
 
 LINKS = replace(AURORA.machine.links, nic_of=())
-CARDS = Machine("two cards", 2, (0, 1, 1, 0), cards=2, links=LINKS, device=AURORA.machine.device)
+CARDS = Machine(name="two cards", tiles=2, planes=(0, 1, 1, 0), cards=2, links=LINKS, device=AURORA.machine.device)
 
 
 def at_rates(machine: Machine, efficiency: float) -> Machine:

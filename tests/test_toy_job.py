@@ -19,7 +19,13 @@ from cocodiff.config.config import Config
 from cocodiff.jobs.folder import OutputFolder
 
 BOUND = Quality(
-    Bound.parse("50dB"), 2, 3, "toy", {}, {name: {} for name in ERRORS}, {name: Config() for name in ERRORS}
+    bound=Bound.parse("50dB"),
+    slices=2,
+    every=3,
+    preset="toy",
+    settings={},
+    changes={name: {} for name in ERRORS},
+    candidates={name: Config() for name in ERRORS},
 )
 
 

@@ -95,13 +95,13 @@ def test_samples_are_cut_where_slices_are_too_few_for_many_replicas() -> None:
 def test_costs_of_samples_add_up_and_their_drift_is_the_mean() -> None:
     def cost(seconds: float, *changes: float | None) -> Cost:
         rows = [{"step": n, "change": one, "stable_fraction": 0.5} for n, one in enumerate(changes)]
-        return Cost(seconds, {"plane": 3}, rows)
+        return Cost(seconds=seconds, bytes={"plane": 3}, drift=rows)
 
     total = Cost.summed([cost(1.0, None, 0.2), cost(2.5, None, 0.4), cost(1.0, None, None)])
     assert (total.seconds, total.bytes) == (4.5, {"plane": 9})
     first, second = total.drift
     assert first == {"step": 0, "change": None, "stable_fraction": 0.5} and second["change"] == pytest.approx(0.3)
-    one, other = (Cost(2.0 * n, rank_seconds=4.0 * n, replica_seconds={str(n): 2.0 * n}) for n in (1, 2))
+    one, other = (Cost(seconds=2.0 * n, rank_seconds=4.0 * n, replica_seconds={str(n): 2.0 * n}) for n in (1, 2))
     total = Cost.summed([*one.shares(2), other])
     assert (total.seconds, total.wall_seconds, total.rank_seconds) == (6.0, 4.0, 12.0)
 
@@ -155,7 +155,10 @@ def test_each_run_is_measured_by_itself() -> None:
             with torch.no_grad(), measured(engine) as cost:
                 denoise(own, inputs, *[nullcontext] * steps)
             costs.append(cost)
-        restorer, image_YX = Restorer(Mock(frames=1), {"lossy": engine}, 4, 1.0, 3), np.zeros((8, 8), np.float32)
+        restorer, image_YX = (
+            Restorer(inpainter=Mock(frames=1), engines={"lossy": engine}, batch=4, strength=1.0, replica=3),
+            np.zeros((8, 8), np.float32),
+        )
         (one,) = restorer.run([image_YX], [image_YX > 0], "lossy", (0.0, 1.0))
         assert one.cost.replica_seconds == {"3": one.cost.seconds}
         late = Late.of([engine.trace.spans])
@@ -193,7 +196,9 @@ def test_samples_of_several_units_are_put_together(tmp_path: Path) -> None:
         for place in range(2):
             moments = reduce(Moments.merged, [every[place][sample] for sample in batch.samples])
             kept = tuple(images[place][[*batch.samples]])
-            drawn.append(ItemSamples(moments, Cost(1.0 + number), (None, 2.5)[: len(kept)], kept, every[1 - place][0]))
+            drawn.append(
+                ItemSamples(moments, Cost(seconds=1.0 + number), (None, 2.5)[: len(kept)], kept, every[1 - place][0])
+            )
         store.add(number, packed(batch, {"tapa": drawn, "flat": drawn[::-1]}))
     for place in range(2):
         for mode, item in (("tapa", place), ("flat", 1 - place)):

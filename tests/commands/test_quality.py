@@ -74,7 +74,7 @@ def test_the_cheapest_setting_that_all_checked_slices_keep_is_found_in_few_trial
 
 
 def test_fewer_checked_slices_than_enough_need_a_margin() -> None:
-    assert Slices.chosen(100, 2, 20) == Slices(100, (0, 1), (0, 1, 20, 40, 60, 80))
+    assert Slices.chosen(100, 2, 20) == Slices(count=100, calibration=(0, 1), checks=(0, 1, 20, 40, 60, 80))
     assert Slices.chosen(100, 2, 20).margin_db == MARGIN_DB
     assert Slices.chosen(100, 2, 20, (7, 9, 11)).margin_db == 0, f"{bounds.ENOUGH} are enough"
     assert Slices.chosen(3, 2, 1).margin_db == 0, "none is left that was not checked"

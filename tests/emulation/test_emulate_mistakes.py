@@ -135,7 +135,9 @@ def test_limits_lie_between_sizes():
 
 def test_the_schedule_is_averaged_between_fractions():
     shape = ModelShape("a layer", 24, 128, 1, 1)
-    steps = kinds_of_steps(Case(shape, Topology.build(Machine("m", 1, (0,)), 2), Config(selection="v_major"), ()))
+    steps = kinds_of_steps(
+        Case(shape, Topology.build(Machine(name="m", tiles=1, planes=(0,)), 2), Config(selection="v_major"), ())
+    )
     (kinds,) = zip(*steps, strict=True)
     assert kinds[:6] == (*[WHOLE] * 5, CallKind()) and kinds[15] == WHOLE and kinds[-1].stable == 1.0
     mean = sum(kind.stable for kind in kinds) / 50

@@ -144,7 +144,9 @@ def test_a_model_has_a_part_where_it_gains_clearly_or_is_near_the_best(
         monkeypatch.setattr("cocodiff_eval.harness.volume.CLEAR", clear)
     simple_P, of_model_P = np.random.default_rng(0).normal(size=(2, 8000)) * [[1.0], [size]]
     blocks_P = np.arange(8000) // 80
-    found = Evidence(np.zeros(8000), np.ones(8000), blocks_P, blocks_P, {}, {})
+    found = Evidence(
+        truth_P=np.zeros(8000), deep_P=np.ones(8000), region_P=blocks_P, block_P=blocks_P, own={}, others={}
+    )
     taken, error_P = found.with_model(simple_P, of_model_P)
     assert taken == pytest.approx(share, abs=0.02)
     if not share:
@@ -169,7 +171,9 @@ def test_axes_have_weights_by_their_errors(worse: float, shares: tuple[float, ..
     sizes = dict(zip(AXES, (0.1, 0.1, 0.1 * worse), strict=True))
     own = {axis: random.normal(size=(1, count)) * size for axis, size in sizes.items()}
     blocks_P = np.arange(count) // 80
-    found = Evidence(np.zeros(count), np.ones(count), blocks_P, blocks_P, own, {})
+    found = Evidence(
+        truth_P=np.zeros(count), deep_P=np.ones(count), region_P=blocks_P, block_P=blocks_P, own=own, others={}
+    )
     volume = replace(volume_of_mask(MASKS["holes"]), chosen=chosen)
     weights, error_P = found.of_model(volume, 6)
     expected = shares if chosen else (1 / 3,) * 3
@@ -245,7 +249,7 @@ def test_the_expected_lead_holds_that_of_another_mask() -> None:
 
 @pytest.mark.parametrize(("low", "high", "by_model", "kind"), CASES["leads"])
 def test_what_a_lead_says_of_a_restoration(low: float, high: float, by_model: bool, kind: str) -> None:
-    found = Lead(1.25, low, high, 3, 5, 700).outcome("linear across z", by_model)
+    found = Lead(db=1.25, low=low, high=high, wins=3, of=5, voxels=700).outcome("linear across z", by_model)
     assert (found.kind, found.rival, found.lead_db) == (kind, "linear across z", 1.25)
     assert (found.regions, found.voxels, found.reason is None) == (5, 700, kind != "unknown")
     assert found.expected_db == (None if np.isinf(low) else (low, high))
@@ -520,7 +524,7 @@ def test_it_is_told_where_parts_of_the_mask_find_no_place_whole(y: int, x: int, 
     """A column through the middle: a large one is cut to smaller regions, of which less is to be learnt."""
     rounds = hide(survey_of(marked(BIG, np.s_[:, 22 - y : 22 + y, 24 - x : 24 + x])), 8, seed=0)
     assert rounds and all(one.cut == cut for one in rounds)
-    figures, lead = {"cocodiff": 21.0, "biharmonic": 20.0}, Lead(1.0, 0.5, 1.5, 3, 3, 900)
+    figures, lead = {"cocodiff": 21.0, "biharmonic": 20.0}, Lead(db=1.0, low=0.5, high=1.5, wins=3, of=3, voxels=900)
     told = HiddenRegionReport({"z": 1.0}, psnr_db=figures, lead=lead, cut=cut).line("scan")
     assert ("these regions are smaller" in told) == cut
 
