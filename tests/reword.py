@@ -3,9 +3,9 @@ in a clone of the repository, whose files it changes:
 
     .venv/bin/python tests/reword.py && launch/test
 
-The end of a message is what follows its first clause of three words or more, and a remedy that has a name of its own. Values, options, and names in code and
-files stay as they are. Of the tests that fail then, those of snapshots and pages may compare whole sentences; all
-others should hold the error's type, the exit code and values.
+The end of a message is what follows its first clause of three words or more, and a remedy that has a name of its own.
+Values, options, and names in code and files stay as they are. Of the tests that fail then, those of snapshots and pages
+may compare whole sentences; all others should hold the error's type, the exit code and values.
 """
 
 from __future__ import annotations
