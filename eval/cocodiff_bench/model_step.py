@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -39,12 +39,12 @@ from cocodiff.jobs.options import Option, check_counts
 from cocodiff.kernels.device import free_memory
 from cocodiff.planner.calibrate import PlannedAllToAll
 from cocodiff.planner.case import Case, ModelShape
-from cocodiff.planner.choice import OUTPUT_CHANNELS
+from cocodiff.planner.choice import OUTPUT_CHANNELS, outputs_of
 from cocodiff.planner.decisions import decisions_of
-from cocodiff.planner.layers import Kind, PlannedLayer, kinds_of_steps, over_steps, sampled_kinds
+from cocodiff.planner.layers import Kind, PlannedLayer, kinds_of_steps, over_steps, plan_step, sampled_kinds
 from cocodiff.planner.memory import largest_batch, mib
 from cocodiff.topology import Topology
-from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh
+from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh, Partition
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
 from cocodiff_bench.random_models import OF_FAMILIES
@@ -297,7 +297,8 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
                     key: Late.of([one["spans"] for one in of_ranks], behind[key].waited)
                     for key, of_ranks in records.items()
                 }
-                of_case = rows_of(StepMeasurement(case, cases, clock.dilation, computing, hidden), slowest)
+                planned = {name: planned_s(name, one, topology, efficiency) for name, one in cases.items()}
+                of_case = rows_of(StepMeasurement(case, cases, clock.dilation, computing, hidden, planned), slowest)
                 common.say_rows(of_case, "a step", more_words)
                 measured += [row | about | {"size": size, "batch": values["batch"]} for row in of_case]
     if transport.rank == 0:
@@ -406,6 +407,26 @@ def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: in
     return {OUTPUTS: exchange}
 
 
+def planned_s(name: str, case: Case, topology: Topology, efficiency: float) -> float:
+    """Return the planner's prediction of a variant's step on the emulated machine, in the real machine's seconds.
+
+    Messages have no latency there, as the host's own is lost in times that `--scale` multiplies.
+
+    Args:
+        name: name of the variant.
+        case: the planner's description of it, on the ranks that share a sequence.
+        topology: the places of all ranks.
+        efficiency: part of the nominal rates that links reach.
+    """
+    machine = topology.machine.with_value("link_share", efficiency * topology.machine.links.link_share)
+    for latency in ("latency_us", "message_us", "blocked_us"):
+        machine = machine.with_value(latency, 0.0)
+    branches = case.shape.branches if parts_of(name) == 1 else 1
+    there = replace(case, topology=replace(case.topology, machine=machine), branches=branches)
+    everyone = replace(there, topology=replace(topology, machine=machine), branches=2)
+    return plan_step(there).step_s + outputs_of(everyone, Partition(1, parts_of(name)))[0]
+
+
 # Variants, and the rows that come of them -----------------------------------------------------------------------------
 
 
@@ -471,6 +492,7 @@ class StepMeasurement:
     dilation: float  # time measured here divided by the real machine's
     computing: Mapping[str, float]  # seconds of computation in a layer on rank 0, by variant
     late: Mapping[str, Late]  # bytes of displaced calls or shared weights, by `key_of` variant and kind
+    planned: Mapping[str, float]  # predicted seconds of a step, by variant
 
     def layers(self, name: str) -> int:
         """Return the number of layers that run one after the other in a step of a variant.
@@ -523,6 +545,7 @@ def rows_of(case: StepMeasurement, slowest: Mapping[str, list[float]]) -> list[R
         one = case.cases[name]
         row["compute_s"] = case.computing[name] * case.layers(name)
         row["communication_share"] = 1 - row["compute_s"] / row["median_s"]
+        row["planned_s"] = case.planned[name]
         decisions = decisions_of(one.config, one.steps, one.decisions)
         row["decisions"] = None if decisions is None else decisions.title()
         row["hidden_share"] = case.hidden_share(name, schedules[name])
@@ -533,7 +556,7 @@ def more_words(row: Row) -> list[str]:
     """Return more text to print after the times of a row of results of `bench step`, in parts.
 
     They are the share of communication, speed-ups over baselines, the run whose displaced tensors are repeated, the
-    hidden share of the bytes that no call waits for, and memory, as far as the row has them.
+    hidden share of the bytes that no call waits for, memory, as far as the row has them, and the planner's prediction.
     """
     ratios = {name: row.get(f"ratio_vs_{name}") for name in ("flat_serial", "library", "flat")}
     faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
@@ -543,4 +566,6 @@ def more_words(row: Row) -> list[str]:
         replays.append(f"{row['hidden_share']:.1%} of {what} hidden")
     if row.get("peak_bytes"):
         replays.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")
+    if planned_s := row.get("planned_s"):
+        replays.append(f"{row['median_s'] / planned_s:.3f} of the planned {planned_s * 1e3:.4g} ms")
     return [f"communication {row['communication_share']:.1%}", *faster, *replays]
