@@ -180,7 +180,7 @@ AS_HALF = toy_inputs(False, 26) | {"text": torch.randn(2, 13, 24), "mask": None}
         (PLAN | {"": {"hidden_states": Cut(1)}}, AS_HALF, r"attends to 52 keys .*\(26 hidden_states\)"),
         (PLAN | {"": TOKENS | {"mask": Cut(1, 9)}}, {}, "has a mask of 18 keys and 16 keys on this rank: "),
         (PLAN | {"joint": [Cut()]}, {}, r"^the plan at 'joint' has a Cut: .*Gather"),
-        (PLAN, {"kind": "causal"}, "joint attends causally, which has no parallel form here"),
+        (PLAN, {"kind": "causal"}, "joint attends causally"),
         (PLAN, {"kind": "added"}, r"^joint has a mask of torch\.float32,"),
         (PLAN, {"kind": "by query"}, "has a mask that differs between queries"),
         (PLAN, {"kind": "by head"}, "has a mask that differs between heads"),

@@ -191,7 +191,7 @@ def test_stages_by_hand():
 
 
 def test_a_layer_with_too_few_heads():
-    with pytest.raises(UserError, match=r"groups of 6 of 12 ranks for 5 attention heads.*\b5 ranks"):
+    with pytest.raises(UserError, match=r"groups of 6 of 12 ranks for 5 attention heads.*\b5\b"):
         Mesh.build(topology_of("local", 12), 2).layouts(image_and_text(24, 0), 5)
 
 

@@ -130,7 +130,7 @@ def test_where_nothing_can_be_hidden_there_are_no_intervals(run: Run, tmp_path: 
     mask = np.ones((96, 96), bool)
     mask[::24, ::24] = False
     metrics, images, said = run(picture(), "--invert=false", mask=mask)
-    assert "1 of 1 results have no intervals: no regions like the mask's could be hidden" in said
+    assert "1 of 1 results have no intervals" in said
     assert all(metrics["images"][0][name] is None for name in ("intervals", "coverage_90", "uncertainty"))
     (outcome,) = metrics["outcomes"]
     assert outcome["kind"] == "unknown" and outcome["lead_db"] is None and outcome["told"] in said.splitlines()[-1]

@@ -148,7 +148,7 @@ def test_a_scheduler_of_another_kind(refused: Callable[..., str], monkeypatch: p
     monkeypatch.setattr(StableDiffusion3InpaintPipeline, "from_pretrained", lambda *_, **__: pytest.fail("read"))
     swapped = setting(INDEX, "scheduler", ["diffusers", HEUN])
     line = refused("sd3", swapped, lambda folder: getattr(diffusers, HEUN)().save_pretrained(folder / "scheduler"))
-    assert f"model /model: its {HEUN} calls the transformer 2 times a step, which inpaint does not know" in line
+    assert f"model /model: its {HEUN} calls the transformer 2 times a step" in line
     assert "FlowMatchEulerDiscreteScheduler" in line
 
 
@@ -231,6 +231,6 @@ def test_sides_beyond_a_models_positions_and_any_memory() -> None:
     check_sides(sd3, 96, 96, "m")
     with pytest.raises(UserError, match=r"--width 100: .* 96 "):
         check_sides(sd3, 96, 100, "m")
-    with pytest.raises(UserError, match="--height 16777216 --width 65536: decoding takes 49152 GiB") as caught:
+    with pytest.raises(UserError, match=r"--height 16777216 --width 65536: .*49152 GiB") as caught:
         check_sides(tiny_pipelines.flux_pipeline(), 2**24, 2**16, "m")
     assert "this machine has" in str(caught.value)

@@ -279,7 +279,7 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(tmp_path
     second = OutputFolder(str(out), overwrite=True)
     with at_work(out) as who:
         left = files(out), files(out / PARTIAL), hidden(out)
-        with pytest.raises(UserError, match=rf"another run \({who}.* writes there"), second.held():
+        with pytest.raises(UserError, match=rf"another run \({who}"), second.held():
             pass
         for flags in ((False, False), (True, False), (False, True)):
             with pytest.raises(UserError, match="another run"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,7 @@ def ask_unfinished(job: Job, chance: random.Random) -> None:
         assert done.code == 2 and all(value in done.said for value in told)
     options, told = chance.choice([*changes(job).items()])
     done = job.run("--resume", *options)
-    assert done.code == 2 and f"the run that did not end had other settings ({told})" in done.said
+    assert done.code == 2 and all(one in done.said for one in ("other settings", *re.split(r": | there, | now", told)))
     assert contents(job.out) == before
 
 
@@ -93,7 +94,7 @@ def test_a_job_that_is_finished_has_nothing_left_to_do_and_other_results_are_ref
     noted, before = job.noted(), contents(job.out)
     for more in ((), ("--timeout_s", 9, "--check_messages")):  # which change no result
         done = job.run("--resume", *more)
-        assert done.code == 0 and f"nothing is left to do: the results in {job.out} are finished" in done.out
+        assert done.code == 0 and "nothing is left to do" in done.out and str(job.out) in done.out
     for options, told in changes(job).items():
         done = job.run("--resume", *options)
         assert done.code == 2 and f"are finished, with other settings ({told})" in done.said
@@ -175,7 +176,7 @@ def test_a_disk_with_too_little_room_is_named_before_anything_is_made(
     out = tmp_path / "out"
     assert main([*INPAINT, "--input", str(scan), "--steps", "1", "--no_exact", "--quiet", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "results take 0.0 GiB while they are made" in said and f"the disk of {out} has 0.0 GiB left" in said
+    assert re.search(rf" take 0\.0 GiB .*{re.escape(str(out))} .*0\.0 GiB", said)
 
 
 # How a run says it, and where it writes -------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_under_mpi_the_whole_job_hears_that_the_folder_is_taken(scan: Path, tmp_
         words = ["inpaint", "--input", str(scan), "--steps", "1", "--quiet", "--out", str(out)]
         done = warm_mpiexec(2, COCODIFF, *words)
     (line,) = [line for line in done.stderr.splitlines() if "cocodiff: " in line]
-    assert done.returncode == 2 and f"--out {shown(str(out))}: another run (another process) writes there" in line
+    assert done.returncode == 2 and f"--out {shown(str(out))}: another run (another process)" in line
 
 
 def test_something_is_said_before_anything_is_read_or_imported(

@@ -181,6 +181,7 @@ def test_a_step_of_a_models_shape(machine: str, tmp_path: Path) -> None:
     for row in rows:
         assert 0 < row["communication_share"] < 1
         assert row["communication_share"] == pytest.approx(1 - row["compute_s"] / row["median_s"])
+        assert row["planned_s"] > row["compute_s"]
 
 
 @pytest.mark.full

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cocodiff_bench.alltoall import tuned_rows
 from cocodiff_bench.command import module_of
-from cocodiff_bench.model_step import FITTED, over_schedule
+from cocodiff_bench.model_step import FITTED, over_schedule, parts_of, planned_s
 from cocodiff_studies import emulate as emulation
 from cocodiff_studies.emulate import is_this_cocodiff
 from cocodiff_studies.namespaces import Namespace
@@ -25,9 +26,12 @@ from cocodiff.config.config import Config, load_exchange_table, load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.config.machine import Machine
 from cocodiff.exchange.codec import WHOLE, CallKind
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.planner.case import Case, ModelShape
+from cocodiff.planner.choice import Division
 from cocodiff.planner.layers import kinds_of_steps
 from cocodiff.topology import Topology
+from cocodiff.topology.axes import Axes, Partition
 
 pytestmark = pytest.mark.processes
 
@@ -144,6 +148,18 @@ def test_the_schedule_is_averaged_between_fractions():
     half, all_ = CallKind(stable=0.5), CallKind(stable=1.0)
     assert over_schedule({WHOLE: 2.0, half: 1.0, all_: 0.0}, steps) == pytest.approx(2 - 2 * mean)
     assert over_schedule({WHOLE: 3.0, half: 3.0, all_: 3.0}, steps) == 3.0
+
+
+@pytest.mark.parametrize("name", ["split v_first", "guidance split v_first"])
+def test_the_plan_beside_a_measured_step_is_that_of_a_job_without_latencies(name):
+    shape, parts, everyone = load_shape("qwen-image"), parts_of(name), Topology.build(load_machine("aurora"), 12)
+    own = everyone.part(Axes.build(everyone, guidance=parts).branches[0][0])
+    case = Case(shape, own, Config(exchange="split", order="v_first"), shape.segments(1536))
+    links = {"link_share": 0.25, "latency_us": 0.0, "message_us": 0.0, "blocked_us": 0.0}
+    machine = replace(everyone.machine, links=replace(everyone.machine.links, **links))
+    job = replace(case, topology=replace(everyone, machine=machine), branches=2)
+    step_s = Division(Partition(1, parts), [job]).steps[0].step_s
+    assert planned_s(name, case, everyone, 0.25) == pytest.approx(step_s)
 
 
 def test_the_share_of_figure_11_is_of_the_machine_file():

@@ -245,7 +245,7 @@ def test_slices_that_declare_other_missing_values_are_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(("dtype", "low"), [("int64", 2**60), ("int64", -(2**62)), ("uint64", 2**64 - 4000)])
 def test_integers_that_float64_does_not_tell_apart_are_refused(tmp_path: Path, dtype: str, low: int) -> None:
     volume = np.random.default_rng(0).integers(0, 1000, SHAPE).astype(dtype) + np.dtype(dtype).type(low)
-    refused(write_hdf5(tmp_path, volume), r"integers from .* each only up to 2\^53")
+    refused(write_hdf5(tmp_path, volume), r"integers from .*2\^53")
     near = np.full(SHAPE, 2**53 - 1, dtype)
     near[0, 0, 0], near[0, 12, 16] = 2**53 - 2, np.iinfo(dtype).max  # under the mask anything
     assert ranges(write_hdf5(tmp_path, near)) == (2**53 - 2, 2**53 - 1)
