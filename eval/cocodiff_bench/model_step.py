@@ -410,7 +410,8 @@ def outputs_exchange(shape: ModelShape, topology: Topology, size: int, batch: in
 def planned_s(name: str, case: Case, topology: Topology, efficiency: float) -> float:
     """Return the planner's prediction of a variant's step on the emulated machine, in the real machine's seconds.
 
-    Messages have no latency there, as the host's own is lost in times that `--scale` multiplies.
+    As on that machine, messages have no latency, launches take no time, and attention to a part of the keys takes that
+    part of the fused kernel's time.
 
     Args:
         name: name of the variant.
@@ -419,8 +420,9 @@ def planned_s(name: str, case: Case, topology: Topology, efficiency: float) -> f
         efficiency: part of the nominal rates that links reach.
     """
     machine = topology.machine.with_value("link_share", efficiency * topology.machine.links.link_share)
-    for latency in ("latency_us", "message_us", "blocked_us"):
+    for latency in ("latency_us", "message_us", "blocked_us", "launch_us"):
         machine = machine.with_value(latency, 0.0)
+    machine = machine.with_value("sums_kernel", True)
     branches = case.shape.branches if parts_of(name) == 1 else 1
     there = replace(case, topology=replace(case.topology, machine=machine), branches=branches)
     everyone = replace(there, topology=replace(topology, machine=machine), branches=2)

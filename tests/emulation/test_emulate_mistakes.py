@@ -156,7 +156,8 @@ def test_the_plan_beside_a_measured_step_is_that_of_a_job_without_latencies(name
     own = everyone.part(Axes.build(everyone, guidance=parts).branches[0][0])
     case = Case(shape, own, Config(exchange="split", order="v_first"), shape.segments(1536))
     links = {"link_share": 0.25, "latency_us": 0.0, "message_us": 0.0, "blocked_us": 0.0}
-    machine = replace(everyone.machine, links=replace(everyone.machine.links, **links))
+    machine = everyone.machine.with_value("launch_us", 0.0).with_value("sums_kernel", True)
+    machine = replace(machine, links=replace(machine.links, **links))
     job = replace(case, topology=replace(everyone, machine=machine), branches=2)
     step_s = Division(Partition(1, parts), [job]).steps[0].step_s
     assert planned_s(name, case, everyone, 0.25) == pytest.approx(step_s)
