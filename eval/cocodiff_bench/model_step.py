@@ -423,10 +423,11 @@ def planned_s(name: str, case: Case, topology: Topology, efficiency: float) -> f
     for latency in ("latency_us", "message_us", "blocked_us", "launch_us"):
         machine = machine.with_value(latency, 0.0)
     machine = machine.with_value("sums_kernel", True)
+    own, everyone = (replace(one, machine=machine) for one in (case.topology, topology))
     branches = case.shape.branches if parts_of(name) == 1 else 1
-    there = replace(case, topology=replace(case.topology, machine=machine), branches=branches)
-    everyone = replace(there, topology=replace(topology, machine=machine), branches=2)
-    return plan_step(there).step_s + outputs_of(everyone, Partition(1, parts_of(name)))[0]
+    there = replace(case, topology=own, branches=branches, known_mesh=replace(case.mesh, topology=own))
+    outputs_s, _ = outputs_of(replace(there, topology=everyone, branches=2), Partition(1, parts_of(name)))
+    return plan_step(there).step_s + outputs_s
 
 
 # Variants, and the rows that come of them -----------------------------------------------------------------------------

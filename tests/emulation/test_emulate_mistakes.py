@@ -31,7 +31,7 @@ from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import Division
 from cocodiff.planner.layers import kinds_of_steps
 from cocodiff.topology import Topology
-from cocodiff.topology.axes import Axes, Partition
+from cocodiff.topology.axes import Axes, Mesh, Partition
 
 pytestmark = pytest.mark.processes
 
@@ -154,11 +154,12 @@ def test_the_schedule_is_averaged_between_fractions():
 def test_the_plan_beside_a_measured_step_is_that_of_a_job_without_latencies(name):
     shape, parts, everyone = load_shape("qwen-image"), parts_of(name), Topology.build(load_machine("aurora"), 12)
     own = everyone.part(Axes.build(everyone, guidance=parts).branches[0][0])
-    case = Case(shape, own, Config(exchange="split", order="v_first"), shape.segments(1536))
+    config, mesh = Config(exchange="split", order="v_first"), Mesh.build(own)
+    case = Case(shape, own, config, shape.segments(1536), known_mesh=mesh)
     links = {"link_share": 0.25, "latency_us": 0.0, "message_us": 0.0, "blocked_us": 0.0}
     machine = everyone.machine.with_value("launch_us", 0.0).with_value("sums_kernel", True)
     machine = replace(machine, links=replace(machine.links, **links))
-    job = replace(case, topology=replace(everyone, machine=machine), branches=2)
+    job = replace(case, topology=replace(everyone, machine=machine), branches=2, known_mesh=None)
     step_s = Division(Partition(1, parts), [job]).steps[0].step_s
     assert planned_s(name, case, everyone, 0.25) == pytest.approx(step_s)
 
