@@ -104,7 +104,7 @@ def job(tmp_path: Path, weights: str = "model", **fakes: str) -> subprocess.Comp
     script = edited(tmp_path, "aurora.pbs", **folders)
     (tmp_path / weights).mkdir(parents=True, exist_ok=True)
     (tmp_path / weights / "weights").write_text("the user's")
-    (tmp_path / "nodes").write_text("x1.host\n")
+    (tmp_path / "nodes").write_text("x1.host\n" * 2)  # a line for each of its slots
     names = ["CCL_ATL_TRANSPORT", "MASTER_ADDR", "CCL_OP_SYNC", "CCL_ATL_SYNC_COLL", "MPIR_CVAR_ENABLE_GPU"]
     told = f'echo "{" ".join(f"${{{name}-none}}" for name in names)} $*" >>"{record}"'
     fake_site(tmp_path, f"{told}\n{fakes.get('mpiexec', 'true')}", pip=fakes.get("pip", "exit 1"))
@@ -120,6 +120,7 @@ def test_a_job_sets_its_environment_and_cleans_up(tmp_path, given, found):
     assert done.returncode == 0, done.stderr
     calls = (tmp_path / "record").read_text().splitlines()
     assert [call.split("--ppn ")[1].split()[0] for call in calls] == ["1", "1", "1", "12", "12", "1"]
+    assert [call.split(" -n ")[1].split()[0] for call in calls] == ["1", "1", "1", "12", "12", "1"]
     assert all(call.startswith(f"mpi x1.hsn.cm.aurora.alcf.anl.gov {found} ") for call in calls)
     assert re.search(rf"rm -rf -- {tmp_path}/scratch/cocodiff-\d+-[0-9a-f]{{16}}$", calls[-1])
 
