@@ -328,6 +328,21 @@ def test_an_environment_with_an_mpi_of_its_own_is_refused(tmp_path):
     assert done.returncode == 1 and "impi-rt of PyPI" in done.stderr and not (tmp_path / "record").exists()
 
 
+def test_another_build_of_torch_is_installed_in_place_of_the_one_that_is_there(tmp_path):
+    """And nothing where what is there is what is wanted."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    shutil.copy(LAUNCH.parent / "pyproject.toml", tmp_path)
+    fake(tmp_path / ".venv/bin/python", 'echo "$*" >>record')
+    record = tmp_path / "record"
+    for torch, wanted in (("", "torch"), ("", None), ("torch==9", "torch==9"), ("torch==9", None), ("", "torch")):
+        record.write_text("")
+        script = f". launch/environment.sh; COCODIFF_TORCH={torch} COCODIFF_PYTHON={sys.executable} prepare_environment"
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        installed = [line.split()[-1] for line in record.read_text().splitlines() if " install " in line]
+        assert installed[:1] == [*filter(None, [wanted])]
+
+
 def test_every_variable_flag_and_module_is_explained_and_has_its_source_beside_it():
     lines = re.findall(r"(?m)^\s*((?:export|unset) .*)", (LAUNCH / "ranks.sh").read_text())
     assert [line for line in lines if "#" not in line] == []

@@ -202,6 +202,16 @@ def test_a_slower_machine_takes_no_less(preset, nodes, slower, factor, waits):
         assert found.step_s >= quick.step_s * (1 - 1e-9) and found.bytes == quick.bytes
 
 
+def test_auto_goes_by_the_size_of_q_k_and_v_together(tmp_path):
+    """As the engine does."""
+    one_mb = (1008 + 24) * TOY.heads * TOY.head_dim * 2 / 12 / 1e6
+    of_name = {name: plan_step(case(Config(exchange=name))).bytes for name in ("tapa", "flat")}
+    for limit_mb, taken in ((2.9 * one_mb, "flat"), (3.1 * one_mb, "tapa")):
+        (tmp_path / "table.yaml").write_text(f"aurora: {{1: [[{limit_mb}, tapa], [null, flat]]}}")
+        auto = case(Config(exchange="auto", exchange_table=str(tmp_path / "table.yaml")))
+        assert plan_step(auto).bytes == of_name[taken] and of_name["tapa"] != of_name["flat"]
+
+
 LINKS = replace(AURORA.machine.links, nic_of=())
 CARDS = Machine(name="two cards", tiles=2, planes=(0, 1, 1, 0), cards=2, links=LINKS, device=AURORA.machine.device)
 

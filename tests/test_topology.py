@@ -44,6 +44,14 @@ def test_where_ranks_sit_and_how_they_are_divided(machine, ranks, on_node, snaps
     snapshot("\n".join(lines))
 
 
+@pytest.mark.parametrize("chunks", range(2, 13))
+def test_ranks_on_unequal_nodes_count_the_same_number_of_chunks(chunks):
+    topology = topology_of("aurora", 24).part((*range(12), *range(12, 16)))  # six cards of one node, two of the other
+    of_ranks = [chunk_ranks(topology, rank, chunks) for rank in range(topology.size)]
+    assert len({len(own) for own in of_ranks}) == 1
+    assert all(sorted(one for ranks in own for one in ranks) == [*range(topology.size)] for own in of_ranks)
+
+
 @given(topologies(), st.sampled_from([["flat"], ["tapa"], ["split"], ["flat", "tapa", "split"]]), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_a_group_has_those_whom_messages_join(topology, names, nic_balance):

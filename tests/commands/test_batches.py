@@ -18,11 +18,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from cocodiff_bench.stand_in import Late
 from cocodiff_eval.cli.generate import OPTIONS as GENERATE
 from cocodiff_eval.cli.inpaint import OPTIONS as INPAINT
 from cocodiff_eval.cli.inpaint import prepare
+from cocodiff_eval.data.reoriented import RestoredFile
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, batches_of, measured, packed, unpacked
 from cocodiff_eval.harness.replicas import JobRecord, Queue, Replica
 from cocodiff_eval.harness.restoring import Restorer
@@ -35,6 +37,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, qwen_transformer
 
+from cocodiff.cli.main import main
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
@@ -171,6 +174,29 @@ def test_each_run_is_measured_by_itself() -> None:
         sent, sent_of_two, sent_again = (sum(getattr(cost, name).values()) for cost in (three, two, again))
         assert sent == sent_again > sent_of_two > 0
     assert two.rank_seconds == 2 * two.seconds > 0
+
+
+def test_samples_that_batches_divide_stay_with_their_mask(tmp_path: Path) -> None:
+    """Two masks of a slice, whose samples are more than a batch makes."""
+    fixed = f"inpaint --input {SLICE} --samples 3 --batch 1 --steps 1 --no_exact --quiet".split()
+    names = ("block", "center")
+    for masks in (*names, ",".join(names)):
+        assert main([*fixed, "--mask", masks, "--out", str(tmp_path / masks)]) == 0
+    for name in names:
+        alone, together = (tmp_path / folder / "images" / f"{SLICE.stem}_{name}_tapa.tif" for folder in (name, masks))
+        assert alone.read_bytes() != b"" and np.array_equal(tifffile.imread(alone), tifffile.imread(together))
+
+
+def test_replicas_wait_until_the_files_of_a_volume_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = RestoredFile.create
+    monkeypatch.setattr(RestoredFile, "create", lambda file: (time.sleep(0.5), create(file)))
+    volume, mask = np.arange(16**3, dtype="u2").reshape(16, 16, 16), np.zeros((16, 16, 16), "u1")
+    mask[4:12, 6:10, 6:10] = 1
+    for name, one in (("scan", volume), ("mask", mask)):
+        np.save(tmp_path / f"{name}.npy", one)
+    words = ["--samples", "2", "--axes", "z", "y", "--no_hidden_test", "--steps", "1", "--no_exact", "--quiet"]
+    words += ["--ranks", "2", "--replicas", "2", "--mask", str(tmp_path / "mask.npy"), "--out", str(tmp_path / "out")]
+    assert main(["inpaint", "--input", str(tmp_path / "scan.npy"), *words]) == 0
 
 
 def test_a_folder_that_leaders_do_not_share_is_refused(tmp_path: Path) -> None:

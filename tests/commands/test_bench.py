@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ from cocodiff_bench.peers import with_codecs
 from launching import assert_succeeded
 from tiny_models import sd3_inpaint_pipeline
 from warm import forked
+from worlds import topology_of
 
 from cocodiff.cli.main import main
 from cocodiff.comm import loopback
 from cocodiff.config.errors import UserError
+from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import parse, with_settings
 
 pytestmark = pytest.mark.processes
@@ -54,6 +57,18 @@ def test_a_call_of_a_pipeline_has_the_batch_and_the_steps_that_were_asked_for() 
 
 
 SHAPE = Path(__file__).with_name("toy_step.yaml").read_text()
+
+
+def test_a_batch_that_just_fits_is_measured() -> None:
+    shape, values = load_shape("sd3.5"), {"variants": ["flat"], "size": [1024], "batch": 0, "steps": 2}
+    values |= {one.name: one.default for one in model_step.OPTIONS if one.name not in values}
+    topology = topology_of("aurora", 12)
+    topology = replace(topology, machine=topology.machine.with_value("memory_gib", 18.0))
+    batch, _ = model_step.fitting(values, shape, topology)
+    assert 1 < batch < model_step.LARGEST_BATCH
+    assert [*model_step.fitting(values | {"batch": batch}, shape, topology)[1]] == ["flat"]
+    with pytest.raises(UserError, match=f"batch {batch + 1}"):
+        model_step.fitting(values | {"batch": batch + 1}, shape, topology)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -220,7 +235,8 @@ def test_our_variants_alone_on_two_ranks(tmp_path):
     assert f"codec none, late {ahead['late_part']:.0%}" in said
     assert [row["variant"] for row in rows] == [f"{x}{y}" for x in ("flat", "tapa", "split") for y in ("", " v_first")]
     assert all(row["n"] == 2 and row["median_s"] > 0 and 0 < row["max_abs_error"] < 1e-5 for row in rows)
-    assert len({sum(row["bytes"].values()) for row in rows}) == 1  # two ranks on one card: one route
+    # Two ranks on one card, one route: half of q, k, v and the output of two layers, in float32.
+    assert {sum(row["bytes"].values()) for row in rows} == {2 * 4 * (36 + 5) * 4 * 32 * 4 // 2}
 
 
 @pytest.mark.full

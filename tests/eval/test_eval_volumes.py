@@ -564,6 +564,13 @@ def try_members(seed: int) -> tuple[Volume, list[HiddenRound]]:
     return found, made
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_fills_leaves_no_voxel_where_a_slice_is_masked_wholly(name: str) -> None:
+    volume, mask_ZYX = np.random.default_rng(3).random((12, 14, 16)), np.zeros((12, 14, 16), bool)
+    mask_ZYX[5], mask_ZYX[:, 6], mask_ZYX[:, :, 7] = True, True, True
+    assert np.isfinite(METHODS[name].solve(volume, mask_ZYX)[mask_ZYX]).all() or not METHODS[name].fills
+
+
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_written_leads_every_member_or_is_one(seed: int) -> None:
@@ -582,3 +589,4 @@ def test_what_is_written_leads_every_member_or_is_one(seed: int) -> None:
     assert found.lead is not None
     ahead = found.psnr_db["cocodiff"] - best
     assert found.lead.db == pytest.approx(ahead, abs=0.01) and found.lead.low <= found.lead.db <= found.lead.high
+    assert np.isinf(found.lead.low) or (found.lead.low + found.lead.high) / 2 == pytest.approx(found.lead.db)
