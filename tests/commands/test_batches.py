@@ -109,7 +109,8 @@ def test_costs_of_samples_add_up_and_their_drift_is_the_mean() -> None:
     assert (total.seconds, total.wall_seconds, total.rank_seconds) == (6.0, 4.0, 12.0)
 
 
-def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [0, 1])
+def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path, slow: int) -> None:
     """The batches of one replica take long; what the job does next needs the results of both."""
     output, done, both = OutputFolder(str(tmp_path / "out"), overwrite=False), [], threading.Barrier(2)
     output.open()
@@ -121,7 +122,7 @@ def test_no_replica_goes_on_before_all_batches_are_done(tmp_path: Path) -> None:
             for count, number in enumerate(queue.take(range(3))):
                 if count == 0:
                     both.wait(60)  # each has one
-                time.sleep(0.1 * transport.rank)
+                time.sleep(0.1 * (transport.rank == slow))
                 done.append(number)
                 queue.add(number, [("rows", [number])])
             assert sorted(done) == [0, 1, 2] and queue.done == {0, 1, 2}

@@ -204,7 +204,8 @@ class Queue:
         """
         missing = [number for number in numbers if number not in self.done]
         yield from self.replica.take(missing, self._claim)
-        self.replica.whole.gather_values(None)  # the bar goes on until all replicas are done
+        # Rank 0's bar goes on until all replicas are done. The others wait too, since they read all results next.
+        self.replica.whole.reduce_values(None, len, "the end of units of work")
         self.done |= {*numbers}
 
     def expect(self, numbers: Sequence[int]) -> None:
