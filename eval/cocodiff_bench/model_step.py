@@ -558,8 +558,9 @@ def rows_of(case: StepMeasurement, slowest: Mapping[str, list[float]]) -> list[R
 def more_words(row: Row) -> list[str]:
     """Return more text to print after the times of a row of results of `bench step`, in parts.
 
-    They are the share of communication, speed-ups over baselines, the run whose displaced tensors are repeated, the
-    hidden share of the bytes that no call waits for, memory, as far as the row has them, and the planner's prediction.
+    They are the share of communication and speed-ups over baselines. As far as the row has them, also the run whose
+    displaced tensors are repeated, the hidden share of the bytes that no call waits for, memory, and the ratio to the
+    planner's prediction.
     """
     ratios = {name: row.get(f"ratio_vs_{name}") for name in ("flat_serial", "library", "flat")}
     faster = [f"{1 / ratio:.2f}x over {name}" for name, ratio in ratios.items() if ratio]
