@@ -27,6 +27,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # each, 
 
 AGAIN_S = 0.05  # delay until an interrupt that Python dropped is raised again
 STOP_S = 10.0  # longest time for a job to end after SIGTERM
+GONE_S = 1.0  # longest time from the end of a process's first thread to that of its last one
 # Bytes that a CPU rank needs besides weights and activations after its first step. About half are pages of imported
 # modules, which are shared after a fork until Python changes reference counts in them. The rest are buffers of
 # connections and lanes, kernels compiled by oneDNN, and memory that the C library's allocator keeps.
@@ -157,7 +158,13 @@ def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
         folder: folder to remove at the end if the parent has ended; "" for none
     """
 
+    asked = threading.Event()  # SIGTERM has come
+
     def clean() -> None:
+        # The kernel sends it when the first thread of the parent ends. Until the last one has, the parent's id stays.
+        late = time.monotonic() + GONE_S
+        while asked.is_set() and os.getppid() == parent and time.monotonic() < late:
+            time.sleep(0.01)
         if os.getppid() != parent and folder:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -166,6 +173,7 @@ def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
         os._exit(1)
 
     def interrupt(*_: Any) -> None:
+        asked.set()
         # If a library drops the interrupt, the timer ends the process; if one keeps Python's lock, the alarm does.
         patience = threading.Timer(STOP_S, give_up)
         patience.daemon = True
@@ -180,6 +188,7 @@ def run_dependent(call: Callable[[], int], parent: int, folder: str) -> int:
         return call()
     finally:
         signal.alarm(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent once more at the end of another thread of the parent
         clean()
 
 
