@@ -2,10 +2,12 @@
 refused by name."""
 
 import copy
+import json
 import re
 import warnings
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +26,13 @@ from value_tables import beside
 
 from cocodiff import verify
 from cocodiff.comm.loopback import run_ranks
+from cocodiff.config.errors import UserError
 from cocodiff.engine.engine import parallelize
 from cocodiff.engine.verification import SettingTrial, Verification
 from cocodiff.models import families
 from cocodiff.models.by_plan import PlanAdapter
 from cocodiff.models.plan import Cut, Gather
-from cocodiff.models.plans import OWN, PLANS
+from cocodiff.models.plans import OWN, PLANS, UNLESS, plan_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread_a_rank"),
@@ -110,6 +113,15 @@ class Turned(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).mT
+
+
+@pytest.mark.parametrize("name", UNLESS)
+def test_a_setting_for_which_a_plan_is_wrong_is_refused(name):
+    setting, value, _ = UNLESS[name]
+    kind = type(name, (), {"__module__": "diffusers.models", "config": SimpleNamespace()})
+    setattr(kind.config, setting, json.loads(json.dumps(value)))
+    with pytest.raises(UserError, match=f"{name} with {setting} {value} "):
+        plan_of(kind())
 
 
 @pytest.mark.parametrize("gather", [Gather(2), ContextParallelOutput(gather_dim=2, expected_dims=3)])

@@ -51,6 +51,7 @@ def test_layouts_deal_tokens_as_without_a_mesh_and_heads_evenly(topology, more, 
             assert part.slices == tuple(of_all.slices[rank] for rank in group)
         assert layout.heads == layouts[0].heads and sum(layout.heads) == heads
         assert max(layout.heads) - min(layout.heads) <= 1
+    assert sum(mesh.layouts(image_and_text(image, text), heads + 1)[0].heads) == heads + 1  # another model's layers
 
 
 def links_onward(mesh: Mesh, rank: int) -> Counter[str | None]:

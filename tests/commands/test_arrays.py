@@ -311,6 +311,20 @@ def test_what_ranks_raise_is_raised_by_the_caller(
         assert "in work_failing" in str(told.value.__cause__)  # the rank's traceback
 
 
+class Interrupting:
+    dtype, ndim, shape = np.dtype("u2"), 3, (16, 64, 64)
+
+    def __getitem__(self, key: object) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_caller_ends_its_job() -> None:
+    before = {one.pid for one in psutil.Process().children()}
+    with pytest.raises(KeyboardInterrupt):
+        cocodiff.restore(Interrupting(), MASK)
+    assert {one.pid for one in psutil.Process().children()} <= before
+
+
 CALLER = """
 import os, sys, time, numpy as np, cocodiff
 class Slow:

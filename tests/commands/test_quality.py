@@ -171,6 +171,7 @@ def test_a_bounded_run_checks_and_tightens(tmp_path: Path) -> None:
     assert found["checked"] == ["scan[0]", "scan[1]", "scan[4]"]
     tried = {one["setting"]: one for one in found["tried"]}
     assert (tried[cheapest]["kept"], tried[cheapest]["worst"]) == (False, "scan[4]")
+    assert max(one["bytes_of_whole"] for one in found["tried"]) < 0.6
     assert f"{cheapest} on 3 of 5 does not keep {BOUND}" in said and f"block: {setting} is taken" in said
     assert f"<b>{setting}</b> is taken" in (tmp_path / "whole" / "report.html").read_text()
     record = yaml.safe_load((tmp_path / "whole" / "run.yaml").read_text())

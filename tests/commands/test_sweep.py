@@ -224,6 +224,7 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
     assert found.points[-1].config == Config.preset("cocodiff+", ratio=0.9)
     assert (found.steps, found.masks) == ([20, 50], ["block"])
     assert grid(grid={"preset": ["flat"], "steps": [20]}, steps=[7], mask=["center"]).steps == [7]
+    assert next(iter(grid(grid={"preset": ["tapa"]}, timeout_s=7.0).presets.values())).timeout_s == 7.0  # the exact run
     most = grid(**LOSSY, grid={"warmup": [*range(100)], "steps": [*range(1, MOST_RUNS // 100 + 1)]})
     assert len(most.points) * len(most.steps) == MOST_RUNS
 

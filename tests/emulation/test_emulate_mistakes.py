@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cocodiff_bench.alltoall import tuned_rows
+from cocodiff_bench.alltoall import bound_s, tuned_rows
 from cocodiff_bench.command import module_of
 from cocodiff_bench.model_step import FITTED, over_schedule, parts_of, planned_s
 from cocodiff_studies import emulate as emulation
@@ -125,6 +125,13 @@ def test_what_emulate_tells_its_ranks_is_not_set_by_hand(monkeypatch):
     monkeypatch.setenv("COCODIFF_EMULATED", "abc")
     with pytest.raises(UserError, match="COCODIFF_EMULATED='abc': cocodiff emulate alone sets it"):
         emulated()
+
+
+def test_the_bound_of_an_all_to_all_is_as_slow_as_the_emulated_links(monkeypatch):
+    topology = Topology.build(load_machine("aurora"), 12)
+    real_s = bound_s(topology, 10**6)
+    monkeypatch.setenv("COCODIFF_EMULATED", '{"machine": "aurora", "nodes": 1, "scale": 50}')
+    assert bound_s(topology, 10**6) == 50 * real_s
 
 
 def test_limits_lie_between_sizes():

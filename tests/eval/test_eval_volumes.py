@@ -577,6 +577,7 @@ def test_what_is_written_leads_every_member_or_is_one(seed: int) -> None:
     volume, rounds = try_members(seed)
     found = judge_test(rounds, volume, 6)
     assert found.psnr_db is not None and sum(found.weights.values()) == pytest.approx(1)
+    assert found.regions == sum(len(np.unique(one.blocks()[:, 0])) for one in rounds)
     assert found.psnr_db["cocodiff"] >= max(found.psnr_db.values()) - 1e-9
     assert (found.axes == {}) == (not any(axis in found.weights for axis in AXES))
     if not found.axes:  # no sample is drawn, and something restores every voxel
