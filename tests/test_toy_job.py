@@ -18,15 +18,8 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.config import Config
 from cocodiff.jobs.folder import OutputFolder
 
-BOUND = Quality(
-    bound=Bound.parse("50dB"),
-    slices=2,
-    every=3,
-    preset="toy",
-    settings={},
-    changes={name: {} for name in ERRORS},
-    candidates={name: Config() for name in ERRORS},
-)
+CANDIDATES = {"changes": {name: {} for name in ERRORS}, "candidates": {name: Config() for name in ERRORS}}
+BOUND = Quality(bound=Bound.parse("50dB"), slices=2, every=3, preset="toy", settings={}, **CANDIDATES)
 
 
 class Counted(Squares):

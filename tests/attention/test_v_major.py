@@ -252,20 +252,15 @@ def test_notes_are_sums_over_calls_and_runs_that_take_no_more_memory_than_one_ru
         if run < 2:
             notes.sync_to_host()
             assert not sums_on_the_device(notes)
-    assert notes.by_step() == {
-        0: Drift(),
-        1: Drift(change=12 * 5.0, norm=3 * 10 * (1 + 2 + 3 + 4), tokens=120, stable=48),
-    }
+    moved = Drift(change=12 * 5.0, norm=3 * 10 * (1 + 2 + 3 + 4), tokens=120, stable=48)
+    assert notes.by_step() == {0: Drift(), 1: moved}
     assert notes.by_step() == notes.by_step()
     notes.clear()
     assert notes.by_step() == {}
 
 
 def test_the_profile_of_ranks_weighs_them_by_what_they_compared():
-    of_ranks = [
-        {0: Drift(), 1: Drift(change=1.0, norm=4.0, tokens=10, stable=5)},
-        {1: Drift(change=2.0, norm=8.0, tokens=30, stable=5)},
-    ]
-    first, second = merge_notes(of_ranks)
+    one, other = Drift(change=1.0, norm=4.0, tokens=10, stable=5), Drift(change=2.0, norm=8.0, tokens=30, stable=5)
+    first, second = merge_notes([{0: Drift(), 1: one}, {1: other}])
     assert first == {"step": 0, "change": None, "stable_fraction": 0.0}
     assert second == {"step": 1, "change": pytest.approx(3 / 12), "stable_fraction": 10 / 40}

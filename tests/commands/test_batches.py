@@ -159,10 +159,8 @@ def test_each_run_is_measured_by_itself() -> None:
             with torch.no_grad(), measured(engine) as cost:
                 denoise(own, inputs, *[nullcontext] * steps)
             costs.append(cost)
-        restorer, image_YX = (
-            Restorer(inpainter=Mock(frames=1), engines={"lossy": engine}, batch=4, strength=1.0, replica=3),
-            np.zeros((8, 8), np.float32),
-        )
+        restorer = Restorer(inpainter=Mock(frames=1), engines={"lossy": engine}, batch=4, strength=1.0, replica=3)
+        image_YX = np.zeros((8, 8), np.float32)
         (one,) = restorer.run([image_YX], [image_YX > 0], "lossy", (0.0, 1.0))
         assert one.cost.replica_seconds == {"3": one.cost.seconds}
         late = Late.of([engine.trace.spans])
@@ -223,9 +221,8 @@ def test_samples_of_several_units_are_put_together(tmp_path: Path) -> None:
         for place in range(2):
             moments = reduce(Moments.merged, [every[place][sample] for sample in batch.samples])
             kept = tuple(images[place][[*batch.samples]])
-            drawn.append(
-                ItemSamples(moments, Cost(seconds=1.0 + number), (None, 2.5)[: len(kept)], kept, every[1 - place][0])
-            )
+            cost, psnr_db = Cost(seconds=1.0 + number), (None, 2.5)[: len(kept)]
+            drawn.append(ItemSamples(moments, cost, psnr_db, kept, every[1 - place][0]))
         store.add(number, packed(batch, {"tapa": drawn, "flat": drawn[::-1]}))
     for place in range(2):
         for mode, item in (("tapa", place), ("flat", 1 - place)):

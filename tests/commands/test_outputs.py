@@ -469,10 +469,7 @@ def test_impossible_targets_are_refused_in_one_line(tmp_path: Path, monkeypatch:
     before = unchanging(tmp_path)
     held = f"holds no {MANIFEST}" if overwrite else "exists already: .*--overwrite"
     places = {name: f"--out {re.escape(name)} {held}" for name in ("/", "a/..", ".", "thesis", "users")}
-    places |= dict.fromkeys(("/proc/x", "/proc/x/y"), "No such file") | {
-        "loop": "--out loop: .*loop",
-        "a\0b": "null byte",
-    }
+    places |= dict.fromkeys(("/proc/x", "/proc/x/y"), "No such file") | {"loop": "loop: .*loop", "a\0b": "null byte"}
     places |= dict.fromkeys(("n" * 300, "é" * 128, "d/" * 3000), "File name too long")
     places |= dict.fromkeys(("/dev/null", f"thesis/../users/{MARK}"), "is a file")
     places |= {"/dev/null/a": "no permission to write in /dev/null", f"users/{MARK}/a": "no permission to write in"}

@@ -20,14 +20,7 @@ from cocodiff.config.config import load_machine
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.usefixtures("emulation")]
 SHOW = "readlink /proc/self/ns/net"
-MACHINE = """
-name: small
-cards: 2
-tiles: 2
-planes: [0, 1, 1, 0]
-links: {sibling_gb_s: 185, plane_gb_s: 15, nic_gb_s: 25, nics: 2, nic_of: [0, 1, 0, 0]}
-device: {memory_gib: 64, memory_gb_s: 1000, bf16_tflop_s: 256}
-"""
+MACHINE = Path(__file__).with_name("small.yaml").read_text()
 
 
 @pytest.fixture
