@@ -36,7 +36,8 @@ class Key(NamedTuple):
     slice: str
 
 
-KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in ("block", "center") for n in range(2)}
+MASKS = ["block", "center"]
+KEYS = {Key(point, 3, mask, f"scan[{n}]") for point in POINTS for mask in MASKS for n in range(2)}
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +107,15 @@ def test_metrics_and_page_are_those_of_inpaint(whole: Path) -> None:
 
 
 def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump({"grid": {"preset": ["tapa"], "steps": [1, 2]}}))
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump({"grid": {"preset": ["tapa"], "steps": [1, 2], "mask": MASKS}}))
     given = words(folder, tmp_path / "out", "--slices", "0:1", ranks=1, config=tmp_path / "two.yaml")
     assert main(given) == 0
-    assert by_key(tmp_path / "out").keys() == {Key("tapa", steps, "block", "scan[0]") for steps in (1, 2)}
+    assert by_key(tmp_path / "out").keys() == {Key("tapa", n, mask, "scan[0]") for n in (1, 2) for mask in MASKS}
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
-    assert [row["mode"] for row in rows] == [f"{run}, {n} steps" for n in (1, 2) for run in ("exact run", "tapa")]
-    assert len(json.loads((tmp_path / "out" / "metrics.json").read_text())["inputs"]) == 1
+    modes = [f"{run}, {n} steps" for n in (1, 2) for run in ("exact run", "tapa")]
+    assert [row["mode"] for row in rows if row["mask"] == "center"] == modes
+    inputs = json.loads((tmp_path / "out" / "metrics.json").read_text())["inputs"]
+    assert [one["mask"] for one in inputs] == MASKS
     repeated = ["sweep", "--config", str(tmp_path / "out" / "run.yaml")]
     assert main([*repeated, "--out", str(tmp_path / "again"), "--quiet"]) == 0
     assert by_key(tmp_path / "again") == by_key(tmp_path / "out")
@@ -249,7 +252,7 @@ def test_the_shipped_sweeps_are_well_formed() -> None:
     folder = Path(__file__).parents[2] / "configs" / "sweeps"
     files = (folder / f"{name}.yaml" for name in ("quality", "codec", "ladder"))
     quality, codec, ladder = (grid(**yaml.safe_load(file.read_text())) for file in files)
-    assert len(quality.points) == 13 and quality.masks == ["block", "center"] and quality.steps == [20]
+    assert len(quality.points) == 13 and quality.masks == MASKS and quality.steps == [20]
     assert sum(point.lossy for point in quality.points) == 11
     assert sum(point.config.codec != "none" for point in codec.points) == 6
     assert {point.config.exchange for point in codec.points} == {"flat"}  # so that bytes compare
