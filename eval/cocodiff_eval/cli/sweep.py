@@ -64,8 +64,6 @@ def start(words: Sequence[str], launch: Launch) -> int:
         if launch.speaks:
             report(Path(values["out"]))
         return 0
-    from cocodiff_eval.harness.tasks import values_to_compare
-
     launch, ranks = settle(values, launch)
     check_request(values)
     grid = read_grid(values)
@@ -73,6 +71,8 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         what = f"sweep of {len(grid.points)} point(s) on {ranks} rank(s) into {values['out']}"
         say(f"cocodiff {__version__}: {what}; reading {len(values['input'])} input(s)")
+    from cocodiff_eval.harness.tasks import values_to_compare  # imports the libraries that read files
+
     prepared, tasks = prepare(values, grid, ranks, started)
     job, given = "cocodiff_eval.harness.sweep:SweepJob", (tasks, grid)
     return start_job(prepared, launch, "slices", job, given, values_to_compare(tasks))
