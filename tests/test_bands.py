@@ -115,7 +115,6 @@ def test_pictures_of_some_size_have_one_process_bits():
 
 
 @pytest.mark.full
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "frames", "smaller"),
     [

@@ -23,7 +23,6 @@ from value_tables import beside
 from cocodiff.cli.doctor.facts import OPTIONAL, REQUIRED, unimported
 from cocodiff.config.packages import REMEDIES, TAKEN_UP, failed_import, remedy_of
 
-pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[1]
 MISSING = "libhdf5.so.310: cannot open shared object file"
 ERRORS = ("ImportError", "OSError", "RuntimeError")
@@ -87,7 +86,7 @@ def test_a_run_on_tiff_works_where_no_other_package_does(error, broken, files):
     assert "peft" in done.stdout + done.stderr and MISSING in done.stdout + done.stderr
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "needs"),
     [("x.h5", "h5py"), ("x.zarr", "zarr numcodecs"), ("x.npy", ""), ("x.png", ""), ("x.mrc", "mrcfile")],

@@ -111,6 +111,7 @@ def test_taken_apart_a_model_has_the_same_bits_and_sends_nothing_from_inside_a_g
     assert any(graphs is False for graphs, _ in sent)  # after some graph of this thread
 
 
+@pytest.mark.full
 def test_another_size_and_another_engine_are_compiled_anew(no_compiler):
     """Ranks of unequal shares, of which each compiles its own. What is compiled once is kept for the next block."""
     model = FAMILIES["flux"][0](6)
@@ -203,7 +204,6 @@ def test_what_cannot_be_compiled_is_refused_on_entering_before_anything_is_put_o
 
 
 @pytest.mark.full
-@pytest.mark.processes
 @pytest.mark.parametrize("stall_s", [60, 2])
 def test_a_rank_that_compiles_for_long_is_waited_for(stall_s, tmp_path):
     """Longer than ranks may be silent; as long as they may keep others waiting."""

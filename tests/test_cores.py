@@ -72,7 +72,6 @@ def test_what_the_user_has_set_stays(monkeypatch):
     assert threads() == dict.fromkeys(THREADS, "3")
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core alone cannot be divided")
 @pytest.mark.parametrize("bound", [True, False])
 def test_linux_answers_as_it_is_asked(bound):

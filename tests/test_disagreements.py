@@ -36,7 +36,6 @@ def test_ranks_that_make_different_calls_are_told_which(name, size, odd, setting
     assert time.monotonic() - began < 30.0
 
 
-@pytest.mark.processes
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "transport"),

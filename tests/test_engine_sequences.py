@@ -115,7 +115,7 @@ def seeds(first: int, of_all: int) -> list[Any]:
     return [pytest.param(seed, marks=[pytest.mark.exhaustive] * (seed >= first)) for seed in range(of_all)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", seeds(2, 25))
 @pytest.mark.parametrize("family", ["sd3", "flux", "qwen", pytest.param("klein", marks=pytest.mark.exhaustive)])
 def test_every_image_has_the_bits_of_a_fresh_engine(family, seed):

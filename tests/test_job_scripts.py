@@ -272,7 +272,7 @@ BROADCAST = 'unset PBS_NODEFILE; "$real" -n 3 "$on_node" "" "${@:9}"'
     ("nodes", "broadcast", "starts"),
     [
         (2, "exit 9", ["each", "each", "each"]),
-        pytest.param(3, BROADCAST, ["each", "each", "together"], marks=pytest.mark.processes),
+        (3, BROADCAST, ["each", "each", "together"]),
         (3, "exit 1", ["each", "each", "together", "each"]),
         (3, 'touch "${@: -3:1}"; kill $$', ["each", "each", "together", "each"]),
     ],
@@ -307,7 +307,6 @@ esac"""
         assert not any(path.is_symlink() for path in copy.rglob("*"))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("at", ["part", "target"])
 def test_a_copy_that_fails_on_one_node_fails(tmp_path, model, at):
     """And nobody waits for the rest of it."""

@@ -11,8 +11,6 @@ import pytest
 from launching import fake
 from value_tables import beside
 
-pytestmark = pytest.mark.processes
-
 ROOT = Path(__file__).parents[1]
 CASES = beside(__file__)
 

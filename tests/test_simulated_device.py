@@ -233,7 +233,6 @@ def test_tapa_is_an_all_to_all_of_each_card_and_one_of_each_plane(sim, machine, 
 
 
 @pytest.mark.full
-@pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_command_line_restores_the_cpus_voxels(simulated, tmp_path, ranks):
     """`--device auto` takes the device, and all of the embedded pipeline runs there. Forked ranks that outnumber
@@ -272,7 +271,6 @@ def doctor(tmp_path: Any, module: str) -> tuple[Any, dict[str, list[tuple[str, s
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_doctor_looks_at_kernels_streams_and_calls_of_a_device(simulated, tmp_path):
     """How much is hidden here depends on who else computes, so its exit code is not looked at."""
     done, found, facts = doctor(tmp_path, "simulated_device.command")
@@ -289,7 +287,6 @@ def test_doctor_looks_at_kernels_streams_and_calls_of_a_device(simulated, tmp_pa
 
 
 @pytest.mark.sample(1)
-@pytest.mark.processes
 @pytest.mark.parametrize(("left_out", "said"), [("send", SENT_EARLY), ("wait", READ_EARLY)])
 def test_doctor_says_which_order_of_messages_and_streams_is_broken(simulated, tmp_path, monkeypatch, left_out, said):
     """Where others compute too it may be rank 1 alone that comes upon it, which rank 0 tells."""

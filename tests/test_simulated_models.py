@@ -187,7 +187,7 @@ def messages_that_nodes_keep(processes: Sequence[Any], node_of: Sequence[int]) -
 LIBRARIES: dict[str, dict[str, Any]] = VALUES["libraries"]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: "-".join(map(str, case)))
 def test_the_cpus_bits_no_access_without_an_order_and_no_wait_without_end(simulated, case, library):

@@ -121,7 +121,6 @@ def test_both_are_planned(tmp_path: Path) -> None:
     assert toy["bytes_per_step"] == plain["bytes_per_step"] and toy["step_s"] != plain["step_s"]
 
 
-@pytest.mark.processes
 def test_both_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On forked ranks, which have the table as it is here; with a setting of the tests' own, which is on record."""
     monkeypatch.setitem(RECORDS, "engine", "toys.setting:ToyConfig")

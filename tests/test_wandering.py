@@ -177,7 +177,6 @@ def finished(folder: Path, out: str, *more: Any) -> tuple[np.ndarray, list[str]]
 
 
 @pytest.mark.full
-@pytest.mark.processes
 @pytest.mark.parametrize("wandering", ["always", "unless deterministic"])
 def test_a_job_of_replicas_goes_on_after_a_kill_and_says_whether_its_bits_repeat(
     simulated, tmp_path, monkeypatch, wandering

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import tifffile
 
-pytestmark = pytest.mark.processes
-
 ROOT = Path(__file__).parents[1]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from launching import TESTS, run
 
-pytestmark = pytest.mark.processes
 SCRIPT = str(TESTS / "aurora/first_hour.py")
 
 

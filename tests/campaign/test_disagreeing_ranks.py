@@ -64,7 +64,6 @@ def drawn(number: int, seed: int) -> tuple[str, Case]:
 
 
 @pytest.mark.full
-@pytest.mark.processes
 @pytest.mark.parametrize("number", range(COUNT))
 def test_every_rank_ends_and_says_which_calls_differ(number: int) -> None:
     kind, case = drawn(number, SEED)

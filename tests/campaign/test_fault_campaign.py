@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from campaign.struck_jobs import COMMANDS, Jobs, choose_all
 
-pytestmark = pytest.mark.processes
 SEED, CASES = map(int, os.environ.get("FAULTS", "0 31").split())  # of another seed, or more of them
 
 

@@ -151,7 +151,6 @@ def test_doctor_checks_its_own_messages() -> None:
     assert re.match("rank 1 failed: received other bytes than rank 0 .* message 1 ", said)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -82,7 +82,6 @@ def as_torchruns(host: str, folder: Path) -> list[subprocess.CompletedProcess[st
 
 
 @pytest.mark.sample(3)
-@pytest.mark.processes
 @pytest.mark.parametrize("started", ["forked", "mpiexec", "127.0.0.3", pytest.param("::1", marks=needs_ipv6)])
 def test_strangers_reach_loopback_alone_and_change_nothing(
     started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,8 +27,6 @@ from cocodiff.comm.launch import Launch
 from cocodiff.comm.presence import Presence
 from cocodiff.config.errors import PeerLost, UserError
 
-pytestmark = pytest.mark.processes
-
 WAITS = """
     import sys, time
     from pathlib import Path

@@ -15,8 +15,6 @@ from cocodiff.comm.checked import check_messages
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import LoopbackTransport, run_ranks
 
-pytestmark = pytest.mark.processes
-
 PROGRAM = Path(__file__).with_name("contract.py")
 
 

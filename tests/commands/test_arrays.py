@@ -36,8 +36,6 @@ from cocodiff.jobs import arrays
 from cocodiff.jobs.arrays import DECIDED
 from cocodiff.jobs.children import STOP_S, dependent_words
 
-pytestmark = pytest.mark.processes
-
 QUICK = {"steps": 2, "progress": False, "device": "cpu"}
 
 
@@ -244,7 +242,7 @@ STOPPED = "was stopped for more than"  # as the ranks' parent says, at about the
     ("number", "ranks", "lost", "said"),
     [
         pytest.param(signal.SIGKILL, 2, 1, "was killed by SIGKILL", marks=pytest.mark.full),
-        (signal.SIGKILL, 1, 0, "was killed by SIGKILL"),
+        pytest.param(signal.SIGKILL, 1, 0, "was killed by SIGKILL", marks=pytest.mark.full),
         pytest.param(signal.SIGSTOP, 2, 1, f"(has been silent for|{STOPPED}) 2 s", marks=pytest.mark.full),
         (signal.SIGSTOP, 1, 0, f"{STOPPED} 2 s"),
     ],
@@ -375,6 +373,7 @@ def test_nothing_outlives_the_caller(number: signal.Signals, during: str, ranks:
         end_group(caller.pid)
 
 
+@pytest.mark.full
 def test_a_caller_without_standard_streams_in_a_folder_of_files_called_as_modules(tmp_path: Path) -> None:
     """None of these is run."""
     caller, here = CALLER.replace("5000, progress=False", "1"), tmp_path / "here"

@@ -28,8 +28,6 @@ from cocodiff.config.errors import UserError
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.options import parse, with_settings
 
-pytestmark = pytest.mark.processes
-
 
 def rows_of(tmp_path: Path, words: str, model: str = "") -> dict[str, dict[str, Any]]:
     """The rows of a benchmark by variant. model: one in this folder."""

@@ -89,8 +89,9 @@ def test_commands_end_with_their_code_where_streams_are_closed(
             assert said.startswith(start) and said.endswith("\n") and (name == "stdout" or said.count("\n") == 1)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("closed", [*(pytest.param(one, marks=pytest.mark.full) for one in CLOSED[:2]), CLOSED[2]])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("closed", CLOSED)
 def test_a_run_without_streams_writes_its_results(tmp_path: Path, closed: str, ranks: int) -> None:
     slice_YX = write_slice(tmp_path / "scan.tif")
     words = f"inpaint --input scan.tif --mask center --steps 1 --no-exact --out out --ranks {ranks}"

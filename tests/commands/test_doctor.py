@@ -27,9 +27,6 @@ from cocodiff.comm.loopback import run_ranks
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import OwnRankError
 
-pytestmark = pytest.mark.processes
-
-
 # Trials are small, and other packages are not tried in a process of their own.
 QUICK = "import sys; from cocodiff.cli.doctor import facts, trials; from cocodiff.cli.main import main; "
 QUICK += "facts.unimported, trials.SIDE = lambda *_: {}, 64; "

@@ -19,8 +19,6 @@ from cocodiff.engine.engine import open_transport
 from cocodiff.models import families, pipelines_of
 from cocodiff.models.family import INPAINT
 
-pytestmark = pytest.mark.processes
-
 
 def test_what_a_family_cannot_do_is_said() -> None:
     for pipelines in (pipelines for family in families() for pipelines in family.pipelines):

@@ -18,7 +18,6 @@ from cocodiff.comm.launch import Launch
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
 from cocodiff.jobs.ranks import RankEnd, note_cause, read_cause
 
-pytestmark = pytest.mark.processes
 HANGS_S = 40.0  # a run that has not ended by then hangs
 NOTICED = "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed"
 
@@ -28,7 +27,7 @@ NOTICED = "rank 1 interrupted: interrupted; 2 of 2 other ranks noticed"
     [
         pytest.param("interrupted", 1, NOTICED, id="a rank that fails after another was lost is not the cause"),
         pytest.param("unmet", 1, NOTICED, id="nor is a connection that fails because a rank ended"),
-        pytest.param("last", 1, "rank 1 did not stop; ", id="a library does not let a rank go"),
+        pytest.param("last", 1, "rank 1 did not stop; ", id="a library lets no rank go", marks=pytest.mark.full),
         pytest.param("lingers", 1, "rank 1 has not gone on from broadcast_value for ", id="it never says goodbye"),
         pytest.param("pauses", 0, "", id="a rank that somebody stops for a moment goes on"),
         pytest.param("late", 0, "", id="a rank that has ended is not interrupted"),

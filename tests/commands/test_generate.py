@@ -31,8 +31,6 @@ from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import GENERATE
 
-pytestmark = pytest.mark.processes
-
 FAMILIES = {name: build for name, build in tiny_pipelines.PIPELINES.items() if name != "fill"}
 FAMILIES["flux2"] = lambda: tiny_pipelines.flux2_pipeline(klein=False)
 SIDES = {"height": 32, "width": 48}

@@ -25,8 +25,6 @@ from warm import forked
 
 from cocodiff.cli.main import main
 
-pytestmark = pytest.mark.processes
-
 LINKS = ["sibling", "plane", "node", "cross_plane"]
 Restore = Callable[..., Path]
 

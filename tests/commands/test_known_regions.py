@@ -35,8 +35,6 @@ from cocodiff.config.errors import UserError
 from cocodiff.models import pipelines_of
 from cocodiff.models.family import INPAINT
 
-pytestmark = pytest.mark.processes
-
 # A pipeline, and the frames of its videos. CogVideoX's VAE decodes an odd number of latent frames as it should.
 GENERATING: dict[str, tuple[Callable[[], Any], int]] = {
     "flux2": (lambda: tiny_pipelines.flux2_pipeline(klein=False), 1),

@@ -25,8 +25,6 @@ from cocodiff.comm.mpi_start import count_ranks
 from cocodiff.comm.peers import Limits
 from cocodiff.config.errors import UserError
 
-pytestmark = pytest.mark.processes
-
 EXAMPLE = Path(__file__).with_name("example_rank.py")
 FAULTY = Path(__file__).with_name("faulty_rank.py")
 RANKS = 3

@@ -126,7 +126,6 @@ def restored(tmp_path: Path, *words: object) -> tuple[dict[str, Any], str]:
     return json.loads((out / "metrics.json").read_text()), done.stdout
 
 
-@pytest.mark.processes
 def test_a_bounded_run_with_a_step_cache_tells_how_many_calls_were_cached(tmp_path: Path) -> None:
     words = ("--input", SLICE, "--out", tmp_path / "out", "--steps", 12, "--ranks", 2)
     metrics, _ = restored(tmp_path, *words, "--quality", "25dB", "--step_cache", "first_block")
@@ -154,7 +153,6 @@ def test_the_record_names_what_was_tried_and_every_slice_below_the_bound() -> No
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_a_bounded_run_checks_and_tightens(tmp_path: Path) -> None:
     """The first two slices show nothing, and any setting restores them: the checks choose."""
     organ = tifffile.imread(SLICE)
@@ -184,7 +182,6 @@ def test_a_bounded_run_checks_and_tightens(tmp_path: Path) -> None:
     assert all(row["psnr_db_single"] < row["psnr_db"] for row in rows[2:])
 
 
-@pytest.mark.processes
 def test_one_rank_alone_restores_exactly_and_says_so(tmp_path: Path) -> None:
     words = ("--input", SLICE, "--steps", 1, "--quality", "0.3dB", "--preset", "split", "--out", tmp_path / "out")
     document, said = restored(tmp_path, *words)

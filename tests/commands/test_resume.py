@@ -20,7 +20,6 @@ from warm_ranks import warm_mpiexec
 from cocodiff.cli.main import main
 from cocodiff.jobs.folder import LOCK, Manifest, shown
 
-pytestmark = pytest.mark.processes
 COCODIFF = Path(__file__).parents[2] / "cocodiff" / "__main__.py"
 WALKS = choose_all(ALONE, OF_ONE)
 MORE = 30  # walks with --full; --all takes every one

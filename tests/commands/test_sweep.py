@@ -20,8 +20,6 @@ from cocodiff.cli.main import main
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
 
-pytestmark = pytest.mark.processes
-
 SWEEP = Path(__file__).with_name("sweep.yaml")
 POINTS = ["schedule fixed, reference sent", "flat", "coded", "round"]
 FILES = {"results.jsonl", "pareto.png", "report.html", "metrics.json", "run.yaml", "trace.json"}

@@ -133,7 +133,6 @@ def test_what_is_held_out_lies_apart_from_what_is_trained_on() -> None:
     assert split(15, 192, 96) == Split(1, range(96), range(96, 192))
 
 
-@pytest.mark.processes
 def test_ranks_train_together(scan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "HELD_OUT", 34)  # the loss is taken of 32 at a time
     more = ("--ranks", 2, "--anew", "--iterations", 2, "--patches", 8)

@@ -71,7 +71,6 @@ def number(row: dict[str, Any]) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_axes_weights_and_intervals_are_learnt_on_hidden_regions(folder: Path, tmp_path: Path) -> None:
     """By default, of several samples of a volume; two replicas make the same bits."""
     whole, out, samples = tmp_path / "whole", tmp_path / "out", ("--samples", 3, "--keep_samples")

@@ -14,8 +14,6 @@ from skimage.restoration import inpaint_biharmonic
 from cocodiff import demo_model
 from cocodiff.demo_model.training import center_mask
 
-pytestmark = pytest.mark.processes
-
 
 def restore(pipeline: Any, images_NHW: np.ndarray, masks_NHW: np.ndarray) -> np.ndarray:
     """Grey images [N, H, W] in [0, 1], restored in two steps; pixels outside the masks as they were."""

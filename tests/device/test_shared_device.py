@@ -98,7 +98,6 @@ def test_the_contract_holds_for_tensors_of_the_device(device: torch.device) -> N
     assert on_device(RANKS, device, work) == [None] * RANKS
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("ranks", chosen([RANKS]))
 def test_processes_share_a_device(ranks: int, device: torch.device) -> None:
     program, carriers = __file__.replace("device/test_shared_device", "comm/contract"), ("host", "mpi-rma")

@@ -46,7 +46,7 @@ VALUES = {"machine": "local", "device": "auto", "kernels": "torch", "messages": 
 NODES = read_yaml(Path(__file__).with_name("nodes.yaml"))
 LIMITS = {"patience_s": 60.0, "compile_s": 60.0, "timeout_s": 60.0}
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread_a_rank")]
+pytestmark = pytest.mark.usefixtures("one_thread_a_rank")
 
 
 def messages_found(
@@ -82,7 +82,7 @@ def messages_found(
     return of_all, [one for one in examine(of_all) if one.check == "messages"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("each_alone", "believed", "here", "wrong_with", "verdict"),
     [

@@ -18,7 +18,7 @@ from launching import assert_succeeded, find_mpiexec, run
 
 from cocodiff.config.config import load_machine
 
-pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.usefixtures("emulation")]
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("emulation")]
 SHOW = "readlink /proc/self/ns/net"
 MACHINE = Path(__file__).with_name("small.yaml").read_text()
 

@@ -33,9 +33,6 @@ from cocodiff.planner.layers import kinds_of_steps
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Axes, Mesh, Partition
 
-pytestmark = pytest.mark.processes
-
-
 MISTAKES = Path(__file__).with_name("mistakes.txt").read_text().splitlines()
 
 

@@ -84,7 +84,7 @@ def binaries(top: Path) -> set[Path]:
     return {*top.glob("*/kernels/**/*.bin")}
 
 
-@pytest.mark.processes
+@pytest.mark.full
 def test_what_one_process_compiles_the_next_one_takes(top: Path) -> None:
     """Where a program ran before nothing is kept, and that is told: the marker does not say then that there is
     anything, and a process that is in time fills the cache."""
@@ -102,7 +102,6 @@ def test_what_one_process_compiles_the_next_one_takes(top: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_where_a_program_ran_before_nothing_is_taken(top: Path) -> None:
     """Whether there is nothing, of another such process, or what one that was in time has left."""
     assert [opened(top, "late")["kept"] for _ in range(2)] == [False, False] and not marker_of(top).read_text()
@@ -110,7 +109,6 @@ def test_where_a_program_ran_before_nothing_is_taken(top: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_what_the_user_has_set_stays(top: Path, tmp_path: Path) -> None:
     off = opened(top, **{PERSISTENT: "0"})
     assert (off["kept"], off["compiled"], off[PERSISTENT]) == (False, 1, "0") and not binaries(top)
@@ -122,7 +120,6 @@ def test_what_the_user_has_set_stays(top: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_kernels_that_are_gone_are_compiled_again_and_kept(top: Path) -> None:
     opened(top)
     shutil.rmtree(next(top.glob("*/kernels")))
@@ -192,7 +189,6 @@ def test_the_cache_is_set_before_torch_is_imported(words, sycl_on_cpu: SyclOps, 
     assert done.stdout.splitlines()[-1].split() == ["1", str(runtime_and_folder()[1] / "kernels")], done.stderr
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("selector", "code"), [(MODULES, 2), pytest.param(f"{MODULES};opencl:cpu", 0, marks=pytest.mark.full)]
 )

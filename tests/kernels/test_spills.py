@@ -15,7 +15,6 @@ from cost_report import cost_of, hot_loop
 from intel_compiler import OCLOC, compile_native
 
 
-@pytest.mark.processes
 @pytest.mark.skipif(OCLOC not in os.environ, reason=f"no {OCLOC}: tests/kernels/ocloc FOLDER fetches Intel's compiler")
 def test_no_kernel_spills_on_the_device(tmp_path):
     """All kernels of all dtypes, at the width that is launched. The CPU device never shows this."""
