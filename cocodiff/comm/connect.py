@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
-from cocodiff.comm.launch import STARTED, Contact, Launch
+from cocodiff.comm.launch import BACKENDS, STARTED, Contact, Launch
 from cocodiff.comm.peers import BLAME_S
-from cocodiff.comm.transport import BACKENDS, LaneOwner, Transport
+from cocodiff.comm.transport import LaneOwner, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.kernels.device import rank_device, ranks_on_device
 
