@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 
 from cocodiff.comm.health import Health, Limits, OnLoss, Watch
-from cocodiff.comm.launch import STARTED, Contact, Launch
+from cocodiff.comm.launch import BACKENDS, STARTED, Contact, Launch
 from cocodiff.comm.peers import BLAME_S
-from cocodiff.comm.transport import BACKENDS, LaneOwner, Transport
+from cocodiff.comm.transport import LaneOwner, Transport
 from cocodiff.config.errors import PeerLost, UserError
+from cocodiff.config.registry import load
 from cocodiff.kernels.device import rank_device, ranks_on_device
 
 
@@ -69,7 +70,8 @@ def overlap_killers(environment: Mapping[str, str], library: str, device: str) -
 
 log = logging.getLogger("cocodiff.comm")
 _watches: WeakSet[Watch] = WeakSet()  # of this process's runs, maybe ended
-OVER_MPI = ("mpi", "mpi-rma")  # transports that need an MPI launcher
+# Transports that need an MPI launcher, with their classes.
+OVER_MPI = {"mpi": "cocodiff.comm.mpi:MpiTransport", "mpi-rma": "cocodiff.comm.rma:RmaTransport"}
 EVERY_INTERFACE = ("0.0.0.0", "::")
 THROUGH_HOST = ("host", "mpi-rma")  # transports that copy a device's tensors to host memory
 
@@ -143,7 +145,6 @@ def connect(
         atexit.register(_finish_mpi, health, limits.timeout_s)
     if carried.type == "cpu" and meeting.on_loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    transport: LaneOwner
     with health.blaming(), health.blocking():
         if owns:
             _initialise(meeting, name, carried, limits)
@@ -160,9 +161,7 @@ def connect(
     return transport
 
 
-def _transport(
-    launch: Launch, name: str, carried: torch.device, health: Health, owns: bool, gloo: bool = False
-) -> LaneOwner:
+def _transport(launch: Launch, name: str, carried: torch.device, health: Health, owns: bool, gloo: bool) -> LaneOwner:
     """Make the transport for messages on the device `carried`.
 
     Args:
@@ -172,14 +171,8 @@ def _transport(
         owns: True if this run started torch.distributed's default process group.
         gloo: True to use gloo's groups, whatever the default group's are.
     """
-    if name == "mpi":
-        from cocodiff.comm.mpi import MpiTransport
-
-        return MpiTransport(health)
-    if name == "mpi-rma":
-        from cocodiff.comm.rma import RmaTransport
-
-        return RmaTransport(health)
+    if name in OVER_MPI:
+        return load(OVER_MPI, name)(health)
     carrier = None
     if carried.type != "cpu":  # values are sent over host memory
         over_mpi = "mpi" if launch.kind == "mpi" else "gloo"
@@ -319,18 +312,6 @@ def _on_one_host(launch: Launch, size: int) -> bool:
     return launch.local_size == size or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
 
-def _reachable_host(one_host: bool) -> str:
-    """Return the name or address by which other ranks can reach rank 0's host.
-
-    The launcher's address has precedence: ranks of one host may be in separate network namespaces, which share no
-    loopback.
-
-    Args:
-        one_host: True if all ranks are on one host.
-    """
-    return os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
-
-
 def _invite(one_host: bool, size: int) -> tuple[socket.socket, str]:
     """Open rank 0's listening socket for the watch over lost ranks, at a free port. Return it, and rank 0's message to
     the other ranks as JSON: host and port of the watch, and a new secret.
@@ -341,7 +322,8 @@ def _invite(one_host: bool, size: int) -> tuple[socket.socket, str]:
         one_host: True if all ranks are on this host.
         size: number of ranks.
     """
-    reachable = _reachable_host(one_host)
+    # The launcher's address has precedence: ranks of one host may be in network namespaces that share no loopback.
+    reachable = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if one_host else socket.gethostname())
     listener = listening_socket(reachable, 0, one_host, size)
     interface, port, *_ = listener.getsockname()
     host = reachable if interface in EVERY_INTERFACE else interface

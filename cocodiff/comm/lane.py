@@ -29,25 +29,22 @@ CHECK_S = 0.25  # seconds between two checks of a blocked wait for lost peers
 class StreamMark:
     """A point in the current stream of a device, at the time when it is created.
 
-    On a CPU work is done when its call returns, so there is nothing to mark.
+    On a CPU work is done when its call returns, so torch's stand-in for an event marks nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._module, self._device = None if device.type == "cpu" else torch.get_device_module(device), device
-        if self._module is not None:
-            self._event = self._module.Event()
-            self._event.record(self._module.current_stream(device))
+        self._module, self._device = torch.get_device_module(device), device
+        self._event = self._module.Event()
+        self._event.record(self._module.current_stream(device))
 
     def wait(self) -> None:
         """Make the caller's current stream wait until the marked stream has reached this point; the host does not
         block."""
-        if self._module is not None:
-            self._module.current_stream(self._device).wait_event(self._event)
+        self._event.wait(self._module.current_stream(self._device))
 
     def wait_on_host(self) -> None:
         """Block the calling thread until the marked stream has reached this point."""
-        if self._module is not None:
-            self._event.synchronize()
+        self._event.synchronize()
 
 
 class HandedOver(Generic[T]):
@@ -75,25 +72,6 @@ class HandedOver(Generic[T]):
             self._made.wait()
             used_on_current_stream(self._value)
         return self._value
-
-
-class OwnStream:
-    """A separate stream on accelerators for one lane, a background thread that packs and sends; nothing on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make this stream the calling thread's current one inside the `with` block. On a CPU nothing happens."""
-        if self._stream is None:
-            yield
-            return
-        module = torch.get_device_module(self._device)
-        module.set_device(self._device)
-        with module.stream(self._stream):
-            yield
 
 
 class LaneFuture(Generic[T]):
@@ -160,8 +138,8 @@ class Lane:
             worker: the thread that runs the jobs; by default a new one.
         """
         self.name, self.worker = name, worker or Worker(name)
-        self._device, self._health, self._stream = device, health, OwnStream(device)
-        self._open = True
+        self._device, self._health, self._open = device, health, True
+        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device=device)
 
     def submit(self, work: Callable[..., T], *given: Any) -> LaneFuture[T]:
         """Run `work(*given)` after all earlier jobs of this lane, and after what is on the caller's stream now. Return
@@ -176,13 +154,21 @@ class Lane:
             try:
                 # Tensors made in inference mode can be changed in place only in that mode, on any thread. Leaving the
                 # mode turns gradients on, so they are turned off inside.
-                with self._stream.current(), torch.inference_mode(inference), torch.no_grad():
+                with self._on_stream(), torch.inference_mode(inference), torch.no_grad():
                     future.set_result(HandedOver(work(*handed.take()), self._device))
             except BaseException as error:
                 future.set_exception(error)
 
         self.worker.run(partial(copy_context().run, run))
         return LaneFuture(future, self._health)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Make the lane's stream the calling thread's current one inside the `with` block. On a CPU nothing happens."""
+        module = torch.get_device_module(self._device)
+        module.set_device(self._device)
+        with module.stream(self._stream):
+            yield
 
     def close(self) -> None:
         """End the lane after the jobs that were submitted so far."""

@@ -38,6 +38,8 @@ STEP, STEP_SIZE = ("SLURM_STEP_ID", "SLURM_STEPID"), ("SLURM_STEP_NUM_TASKS", "S
 OF_LAUNCHERS = re.compile(  # variables by which a process recognises that it is a launcher's rank
     f"(PMIX?|PALS|OMPI_COMM_WORLD|MPI|SLURM|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|{RANKS}$"
 )
+# torch.distributed's backends by type of device, the preferred one first. Those of xpu are both oneCCL.
+BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 STARTED = {"alone": "alone", "forked": "by --ranks", "torchrun": "by torchrun", "mpi": "by MPI"}  # kinds, in words
 EMULATED = "COCODIFF_EMULATED"  # variable that describes an emulated machine to its ranks, as JSON
 

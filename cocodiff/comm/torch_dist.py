@@ -16,16 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cocodiff.comm.health import Health, call_tag
-from cocodiff.comm.transport import (
-    BACKENDS,
-    Group,
-    LandingMessages,
-    LaneOwner,
-    Messages,
-    Pending,
-    PostedMessages,
-    not_empty,
-)
+from cocodiff.comm.launch import BACKENDS
+from cocodiff.comm.transport import Group, LandingMessages, LaneOwner, Messages, Pending, PostedMessages, not_empty
 from cocodiff.config.errors import UserError
 from cocodiff.kernels.device import used_on_current_stream
 

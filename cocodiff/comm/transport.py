@@ -28,8 +28,6 @@ from cocodiff.topology import Topology
 
 T = TypeVar("T")
 Messages = list[tuple[Tensor, int]]  # tensors, each with the peer that it goes to or comes from
-# torch.distributed's backends by type of device, the preferred one first. Those of xpu are both oneCCL.
-BACKENDS = {"cpu": ("gloo",), "xpu": ("xccl", "ccl"), "cuda": ("nccl",)}
 TOGETHER = {"auto": None, "batch": False, "alltoall": True}  # values for `Transport.group` by setting `messages`
 
 

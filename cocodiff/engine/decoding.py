@@ -452,20 +452,15 @@ class Bands(TorchFunctionMode):
         if weight.shape[self._axis] == 1:
             return
         rank, both = self._transport.rank, stride[self._axis] == 1
-        before, after = rank > 0, rank + 1 < self._transport.size
+        before = [rank - 1] if rank else []
+        after = [rank + 1] if rank + 1 < self._transport.size else []
 
         def row(at: int) -> Tensor:
             return x.narrow(self._axis, at % x.shape[self._axis], 1)
 
-        sends, places = [], []
-        if before:
-            sends.append((row(1 if both else 0).contiguous(), rank - 1))
-        if after:
-            places.append((row(-1), rank + 1))
-        if both and after:
-            sends.append((row(-2).contiguous(), rank + 1))
-        if both and before:
-            places.append((row(0), rank - 1))
+        sends = [(row(1 if both else 0).contiguous(), peer) for peer in before]
+        sends += [(row(-2).contiguous(), peer) for peer in after if both]
+        places = [(row(-1), peer) for peer in after] + [(row(0), peer) for peer in before if both]
         recvs = [(place.contiguous(), peer) for place, peer in places]
         self._transport.arrive("the exchange of a picture's edges")
         received = self._transport.control.submit(self._exchange, sends, recvs).wait()

@@ -180,11 +180,10 @@ class SplitWeights:
         self._group: Group = transport.group(self._ranks)
         # After an error the first group may have messages that no rank sends or receives any more.
         self._last_group = None if for_good else transport.group(self._ranks)
-        self._index = self._ranks.index(transport.rank)
         # By buffer: the block whose weights are arriving there, and the future of their arrival.
         self._under_way: dict[int, tuple[int, LaneFuture[None]]] = {}
         blocks, seen = called_often(model)[1:], set[int]()
-        place = len(self._ranks), self._index, transport.device
+        place = len(self._ranks), self._ranks.index(transport.rank), transport.device
         self.compared: list[SplitBlock] = []  # also filled if this rank shares them with no other
         for name, module in [blocks[number] for number in split_blocks(len(blocks), split[1])]:
             own = [x for x in dict.fromkeys(module.parameters()) if id(x) not in seen and x.numel()]
@@ -353,14 +352,11 @@ class SplitWeights:
             whole: the buffer for all ranks' parts.
         """
         CALL.set(AT)  # since ranks that end with an error are in different calls
-        parts = whole.view(len(self._ranks), len(own))
-        parts[self._index].copy_(own)
-        others = [number for number in range(len(self._ranks)) if number != self._index]
-        with self._trace.span("gather weights", "weights", late_bytes=len(others) * own.nbytes):
-            pending = group.collective([(own, peer) for peer in others], [(parts[peer], peer) for peer in others])
-            self._wait(group, pending.wait)
-        for peer in others:
-            link = self._topology.link_class(self._transport.rank, self._ranks[peer])
+        parts = [*whole.view(len(self._ranks), len(own))]
+        with self._trace.span("gather weights", "weights", late_bytes=(len(parts) - 1) * own.nbytes):
+            self._wait(group, group.all_gather(own, parts).wait)
+        for peer in self._ranks:
+            link = self._topology.link_class(self._transport.rank, peer)
             self._trace.count(link, own.nbytes, purpose="weights")
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 NEVER = math.inf
+STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")  # operations of the lossless codec
 # The size in bytes from which on each operation runs in SYCL on a CPU.
 CPU: dict[str, float] = {
     "pack": MIB // 2,
@@ -40,12 +41,9 @@ CPU: dict[str, float] = {
     "compact": 8000,
     "qk_norm_rope": MIB // 2,
     "merge_partials": 8192,
-    "encode_residual": MIB // 4,
-    "note_change": MIB // 4,
-    "decode_residual": MIB // 4,
-    "continue_linearly": MIB // 4,
+    **dict.fromkeys(("encode_residual", "note_change", "decode_residual", "continue_linearly"), MIB // 4),
     # torch has no operation for these: bit by bit it takes 4 ms for the smallest tensors, SYCL .05
-    **dict.fromkeys(("encode_lossless", "stream_lengths", "decode_lossless"), 1024),
+    **dict.fromkeys(STREAMED, 1024),
 }
 OPS = tuple(CPU)
 CHOICES: dict[str, dict[str, float]] = {"cpu": CPU, "xpu": dict.fromkeys(OPS, 0)}  # the same by type of device
@@ -53,16 +51,11 @@ WITH_KERNELS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes with SYC
 PATHS = ("auto", "sycl", "torch")  # values of the setting `kernels`
 # Index of the argument whose size decides, where it is not the first one.
 SIZED = {
-    "compact": 1,
-    "pack": 1,
-    "gather_pack": 1,
-    "unpack": 1,
-    "decode_residual": 1,
+    **dict.fromkeys(("compact", "pack", "gather_pack", "unpack", "decode_residual"), 1),
     "stream_lengths": 2,
     "decode_lossless": 4,
 }
 OF_INDICES = ("compact",)  # operations on indices alone, whatever the dtype of the run
-STREAMED = ("encode_lossless", "stream_lengths", "decode_lossless")  # operations of the lossless codec
 STREAM_GROUP = 8  # numbers; a head has to be a multiple, because no group of SYCL's streams spans two heads
 ENVIRONMENT = "COCODIFF_KERNELS"  # environment variable that replaces `auto`, for commands without such a setting
 Function = Callable[..., Any]

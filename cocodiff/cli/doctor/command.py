@@ -22,19 +22,11 @@ import yaml
 
 from cocodiff import __version__
 from cocodiff.comm.launch import Launch, detect, find_mpiexec, python_words, without_launcher
-from cocodiff.config.config import load_machine
+from cocodiff.config.config import Config, load_machine
 from cocodiff.config.errors import OwnRankError, PeerLost, UserError
+from cocodiff.config.setting import Option
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.options import (
-    LOG_LEVEL,
-    RANKS,
-    Option,
-    check_counts,
-    engine_record,
-    engine_settings,
-    parse,
-    with_settings,
-)
+from cocodiff.jobs.options import LOG_LEVEL, RANKS, check_counts, engine_record, engine_settings, parse, with_settings
 from cocodiff.jobs.ranks import run_holding, run_ranks, settle
 from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import say
@@ -245,7 +237,6 @@ def needed(values: dict[str, Any], topology: Topology, transport: Any) -> int | 
     """
     if not values["model"] or transport.rank:
         return None
-    from cocodiff.config.config import Config
     from cocodiff.jobs.model_shapes import load_shape
     from cocodiff.planner.case import Case
     from cocodiff.planner.memory import fullest
