@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -147,29 +147,6 @@ def import_before_fork(values: Values) -> None:
     import_module(f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}")
 
 
-class Stepping:
-    """A function of no arguments that calls a variant's model, each time with the inputs of the next denoising step.
-
-    Variants that keep state from step to step are so timed as in a run.
-    """
-
-    def __init__(self, call: Call, inputs: Sequence[Inputs]) -> None:
-        """Take the function and the inputs of all calls. Nothing is called yet.
-
-        Args:
-            call: function of a call's inputs that calls the model.
-            inputs: inputs of each denoising step, in order.
-        """
-        self._call, self._inputs, self._calls = call, inputs, 0
-        self.last: Any = None  # output of the latest call
-
-    def __call__(self) -> Any:
-        """Call the model for the next step. Return its output, which is kept in `last` too."""
-        self.last = self._call(self._inputs[self._calls])
-        self._calls += 1
-        return self.last
-
-
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Run one rank's part of `bench peers`: check every variant's output, then time a call of the model with each.
 
@@ -192,7 +169,14 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         engines = {name: Engine(twin(model), config, transport) for name, config in configs.items()}
         calls: dict[str, Call] = {name: partial(step, engine.model) for name, engine in engines.items()}
         calls |= calls_of_peers(values, model, transport)
-        variants = {name: Stepping(call, inputs) for name, call in calls.items()}
+        last: dict[str, Tensor] = {}  # output of each variant's latest call
+
+        def next_step(name: str, coming: Iterator[Inputs]) -> None:
+            """Call a variant's model for the next denoising step, so that variants with a state are timed as in a
+            run."""
+            last[name] = calls[name](next(coming))
+
+        variants = {name: partial(next_step, name, iter(inputs)) for name in calls}
         for engine in engines.values():
             opened.enter_context(engine)
         lossless = [name for name in variants if name not in configs or configs[name].exact]
@@ -203,7 +187,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             variant()
             first_s[name] = time.perf_counter() - started
             if name in lossless:
-                check_output(name, variant.last, expected[0], allowed[0], transport.rank)
+                check_output(name, last[name], expected[0], allowed[0], transport.rank)
             for _ in range(LEAD_IN - 1):
                 variant()
         before = {name: engine.bytes() for name, engine in engines.items()}
@@ -215,10 +199,10 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             for name, engine in engines.items()
         }
         late = {name: (late[name] + late_bytes(engines[name])) / steps / sum(sent[name].values()) for name in late}
-        reference = next(iter(variants.values())).last
-        errors = {name: errors_of(one.last, expected[-1], reference, transport) for name, one in variants.items()}
+        reference = last[next(iter(variants))]
+        errors = {name: errors_of(last[name], expected[-1], reference, transport) for name in variants}
         for name in lossless:
-            check_output(name, variants[name].last, expected[-1], allowed[-1], transport.rank)
+            check_output(name, last[name], expected[-1], allowed[-1], transport.rank)
     if transport.rank == 0:
         found: dict[str, dict[str, Any]] = {name: errors[name] | {"first_s": first_s[name]} for name in variants}
         for name, part in late.items():
