@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -81,34 +80,18 @@ def start(words: Sequence[str], launch: Launch) -> int:
     check(values)
     if not launch.speaks:
         return 0
-    with output_of(values) as (folder, plan):
-        if values["paper"]:
-            plan |= import_module("cocodiff_studies.papers").run_paper(values)
-        else:
-            run_plan(values, plan, folder)
-    return 0
-
-
-@contextmanager
-def output_of(values: dict[str, Any]) -> Iterator[tuple[Path | None, dict[str, Any]]]:
-    """Yield (the folder of the results, or None without --out; the content of plan.json, to be filled in).
-
-    At the end of the block plan.json is written, and the folder gets its final name.
-
-    Args:
-        values: the command's options by name.
-    """
     plan: dict[str, Any] = {"schema": 1}
     if values["out"] is None:
-        yield None, plan
-        return
+        run_plan(values, plan, None)
+        return 0
     output = OutputFolder(values["out"], values["overwrite"])
     with output.held(), output.writing():
         folder = output.open()
-        yield folder, plan
+        run_plan(values, plan, folder)
         write_document(folder, "plan.json", plan, values)
         output.publish()
     say(f"results: {output.final / 'plan.json'}")
+    return 0
 
 
 def check(values: dict[str, Any]) -> None:
@@ -130,13 +113,17 @@ def check(values: dict[str, Any]) -> None:
 
 
 def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) -> None:
-    """Plan a run: print its memory, partition and time, and add them to the content of plan.json.
+    """Plan a run, or with --paper the paper's cases: print memory, partition and time, and add them to the content of
+    plan.json.
 
     Args:
         values: the command's options by name.
         plan: the content of plan.json, which is added to.
         folder: folder of the results, which further files are written to; None for none.
     """
+    if values["paper"]:
+        plan |= import_module("cocodiff_studies.papers").run_paper(values)
+        return
     shape = load_shape(values["model"])
     video = video_of(values, shape)
     case, choice = case_of(values, shape, video), None

@@ -157,7 +157,7 @@ class Exchange(RankContext):
         plan = self._routes[name][outgoing.way]
         if name == "tapa":
             for phase in plan:
-                self._run_phase(phase, outgoing, blocks)
+                self.phase(phase, lambda: blocks, outgoing)
             return outgoing.placed(blocks)
         apart = self._set_apart(outgoing, plan, blocks)
         with self.trace.span(f"{outgoing.label} plane", "plane", outgoing.layer, apart):
@@ -166,7 +166,10 @@ class Exchange(RankContext):
             return target
 
     def phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> BlockSet:
-        """Run one phase of TAPA on the calling thread, a background one. Return the blocks that this rank then holds.
+        """Send and receive the messages of one phase of TAPA on the calling thread, a background one. Return the blocks
+        that this rank then holds.
+
+        If this rank has no part in the phase, they are those that it begins with.
 
         Args:
             phase: what this rank sends and receives.
@@ -174,7 +177,10 @@ class Exchange(RankContext):
             outgoing: the tensors to send.
         """
         blocks = before()
-        self._run_phase(phase, outgoing, blocks)
+        if self._takes_part(phase):
+            apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
+            with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
+                run_phase(self, phase, blocks, self.groups[phase.lane])
         return blocks
 
     def last_phase(self, phase: Phase, before: Callable[[], BlockSet], outgoing: Outgoing) -> Target:
@@ -187,20 +193,6 @@ class Exchange(RankContext):
             outgoing: the tensors to send.
         """
         return outgoing.placed(self.phase(phase, before, outgoing))
-
-    def _run_phase(self, phase: Phase, outgoing: Outgoing, blocks: BlockSet) -> None:
-        """Send and receive the messages of one phase, and add received blocks to `blocks`. Do nothing if this rank has
-        no part in it.
-
-        Args:
-            phase: what this rank sends and receives.
-            outgoing: the tensors to send, for the trace.
-            blocks: the blocks that this rank holds.
-        """
-        if self._takes_part(phase):
-            apart, lane = self._set_apart(outgoing, [phase], blocks), phase.lane
-            with self.trace.span(f"{outgoing.label} {lane}", lane, outgoing.layer, apart):
-                run_phase(self, phase, blocks, self.groups[phase.lane])
 
     def _takes_part(self, phase: Phase) -> bool:
         """Return True if this rank has messages in a phase, or if the phase is one call of the library that all ranks

@@ -10,7 +10,7 @@ device would take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,10 +152,10 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     for tokens in values["tokens"]:
         call = CallTensors.random(tokens, values, transport.rank, topology)
         traces = {} if alone else {way: Trace(transport.rank) for way in ways}
-        if alone:
-            variants = {name: run for way in ways for name, run in alone_variants(way, call, values)}
-        else:
-            variants = shared_variants(call, values, topology, transport, traces)
+        variants = {name: run for way in ways if alone for name, run in alone_variants(way, call, values)}
+        for way, trace in traces.items():  # all ranks build the same ones in the same order, because that makes groups
+            make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))
+            variants[way] = make(call, values, topology, transport, trace)
         results = {} if values["waits"] else {name: run() for name, run in variants.items()}
         slowest, sent = common.measure_slowest(f"bench attention {tokens}", variants, values, transport, traces)
         if transport.rank == 0:
@@ -251,28 +251,6 @@ def peak_of(run: Callable[[], Any]) -> int | None:
 
 
 # Several ranks --------------------------------------------------------------------------------------------------------
-
-
-def shared_variants(
-    call: CallTensors, values: Values, topology: Topology, transport: Any, traces: Mapping[str, Trace]
-) -> dict[str, Callable[[], Any]]:
-    """Return, for each way to compute attention on several ranks, a function that makes the attention call.
-
-    All ranks call a function together. All ranks build the same ones in the same order, because building makes groups
-    of ranks.
-
-    Args:
-        call: this rank's tensors.
-        values: the command's options.
-        topology: the places of ranks.
-        transport: this rank's connection to the other ranks.
-        traces: counters of the bytes sent, by the names of the ways to return.
-    """
-    found = {}
-    for way, trace in traces.items():
-        make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))
-        found[way] = make(call, values, topology, transport, trace)
-    return found
 
 
 def strategy_of(way: str, call: CallTensors, values: Values, topology: Topology, transport: Any, trace: Trace) -> Any:

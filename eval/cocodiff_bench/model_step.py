@@ -378,7 +378,7 @@ def calls_of(built: Built) -> tuple[Calls, Calls]:
     for (name, kind), one in built.items():
         key = key_of(name, kind)
         if kind.displaced or one.shares:
-            variants[key] = partial(one.run_shared if one.shares else one.run_behind, kind)
+            variants[key] = partial(one.run_late, kind)
         else:
             variants[key], begins[key] = partial(one.run, 1), partial(one.begin, kind)
     return variants, begins

@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -147,33 +147,11 @@ def import_before_fork(values: Values) -> None:
     import_module(f"{DIFFUSERS_MODELS}.{REPLACED[values['model']][0]}")
 
 
-class Stepping:
-    """A function of no arguments that calls a variant's model, each time with the inputs of the next denoising step.
-
-    Variants that keep state from step to step are so timed as in a run.
-    """
-
-    def __init__(self, call: Call, inputs: Sequence[Inputs]) -> None:
-        """Take the function and the inputs of all calls. Nothing is called yet.
-
-        Args:
-            call: function of a call's inputs that calls the model.
-            inputs: inputs of each denoising step, in order.
-        """
-        self._call, self._inputs, self._calls = call, inputs, 0
-        self.last: Any = None  # output of the latest call
-
-    def __call__(self) -> Any:
-        """Call the model for the next step. Return its output, which is kept in `last` too."""
-        self.last = self._call(self._inputs[self._calls])
-        self._calls += 1
-        return self.last
-
-
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """Run one rank's part of `bench peers`: check every variant's output, then time a call of the model with each.
 
-    Outputs are compared with those of one process. Rank 0 prints and writes the results.
+    Outputs are compared with those of one process, and times with those of the fastest variant that is not ours. Rank 0
+    prints and writes the results.
 
     Args:
         values: the command's options.
@@ -192,7 +170,14 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
         engines = {name: Engine(twin(model), config, transport) for name, config in configs.items()}
         calls: dict[str, Call] = {name: partial(step, engine.model) for name, engine in engines.items()}
         calls |= calls_of_peers(values, model, transport)
-        variants = {name: Stepping(call, inputs) for name, call in calls.items()}
+        last: dict[str, Tensor] = {}  # output of each variant's latest call
+
+        def next_step(name: str, coming: Iterator[Inputs]) -> None:
+            """Call a variant's model for the next denoising step, so that variants with a state are timed as in a
+            run."""
+            last[name] = calls[name](next(coming))
+
+        variants = {name: partial(next_step, name, iter(inputs)) for name in calls}
         for engine in engines.values():
             opened.enter_context(engine)
         lossless = [name for name in variants if name not in configs or configs[name].exact]
@@ -203,7 +188,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             variant()
             first_s[name] = time.perf_counter() - started
             if name in lossless:
-                check_output(name, variant.last, expected[0], allowed[0], transport.rank)
+                check_output(name, last[name], expected[0], allowed[0], transport.rank)
             for _ in range(LEAD_IN - 1):
                 variant()
         before = {name: engine.bytes() for name, engine in engines.items()}
@@ -215,15 +200,25 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             for name, engine in engines.items()
         }
         late = {name: (late[name] + late_bytes(engines[name])) / steps / sum(sent[name].values()) for name in late}
-        reference = next(iter(variants.values())).last
-        errors = {name: errors_of(one.last, expected[-1], reference, transport) for name, one in variants.items()}
+        reference = last[next(iter(variants))]
+        errors = {name: errors_of(last[name], expected[-1], reference, transport) for name in variants}
         for name in lossless:
-            check_output(name, variants[name].last, expected[-1], allowed[-1], transport.rank)
+            check_output(name, last[name], expected[-1], allowed[-1], transport.rank)
     if transport.rank == 0:
         found: dict[str, dict[str, Any]] = {name: errors[name] | {"first_s": first_s[name]} for name in variants}
         for name, part in late.items():
             found[name] |= {"codec": configs[name].codec, "late_part": part}
-        report(values, output, seconds, sent, found, transport.size)
+        others = [name for name in seconds if name not in configs]
+        baseline = min(others, key=lambda name: statistics.median(seconds[name])) if others else next(iter(seconds))
+        references = common.compared_with(seconds, "flat", baseline)
+        rows = common.rows(title_of(values, transport.size), seconds, sent, references)
+        measured = [row | found[row["variant"]] for row in rows]
+        common.say_rows(measured, "a step", more_words)
+        say(
+            f"first: the run's first call. error: of its last step, as a part of the norm, to one process in fp32 and "
+            f"to {rows[0]['variant']}" + ("; late: of the bytes sent, the part that no call waited for" if late else "")
+        )
+        common.publish(output, values, measured)
 
 
 def calls_of_peers(values: Values, model: Any, transport: Any) -> dict[str, Call]:
@@ -245,44 +240,20 @@ def calls_of_peers(values: Values, model: Any, transport: Any) -> dict[str, Call
     return calls
 
 
-def report(
-    values: Values,
-    output: OutputFolder,
-    seconds: dict[str, list[float]],
-    sent: dict[str, dict[str, int]],
-    more: Mapping[str, Mapping[str, Any]],
-    ranks: int,
-) -> None:
-    """Print and write the results of `bench peers`, with each variant's errors and the time of its first call.
-
-    Times are compared with those of the fastest variant that is not ours.
+def title_of(values: Values, ranks: int) -> str:
+    """Return what `bench peers` measures, in words: the model with its sizes and dtype, and the ranks.
 
     Args:
         values: the command's options.
-        output: folder of the results.
-        seconds: seconds of each measurement, by variant.
-        sent: bytes of a step by variant and class of link.
-        more: further columns of the rows, by variant and name of the column.
         ranks: number of ranks.
     """
-    peers = [name for name in seconds if name not in our_configs(values)]
-    baseline = min(peers, key=lambda name: statistics.median(seconds[name])) if peers else next(iter(seconds))
     frames = f"{values['frames']}x" if values["frames"] > 1 else ""
     tokens = f"{frames}{values['side']}x{values['side']} image and {values['text']} text tokens"
     sorts = f"{values['double']} double and {values['single']} single blocks"
     blocks = sorts if values["model"] == "flux" else f"{values['double'] + values['single']} blocks"
     title = f"{MODELS[values['model']].title} in {values['dtype']}"
     heads = f"{values['heads']} heads of {HEAD_DIM}"
-    case = f"{title}, {blocks}, {heads}, {tokens}, {ranks} ranks on {values['transport']}"
-    found = common.rows(case, seconds, sent, common.compared_with(seconds, "flat", baseline))
-    measured = [row | dict(more[row["variant"]]) for row in found]
-    late = any("late_part" in row for row in measured)
-    common.say_rows(measured, "a step", more_words)
-    say(
-        f"first: the run's first call. error: of its last step, as a part of the norm, to one process in fp32 and to "
-        f"{measured[0]['variant']}" + ("; late: of the bytes sent, the part that no call waited for" if late else "")
-    )
-    common.publish(output, values, measured)
+    return f"{title}, {blocks}, {heads}, {tokens}, {ranks} ranks on {values['transport']}"
 
 
 def more_words(row: Row) -> list[str]:

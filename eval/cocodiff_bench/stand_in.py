@@ -134,7 +134,7 @@ class StandIn:
             transport: connections to the ranks that share a sequence.
             clock: the waits that replace computation.
         """
-        # Seconds of a layer in every call of `run_behind` or `run_shared`, and the trace's record of the last one.
+        # Seconds of a layer in every call of `run_late`, and the trace's record of the last one.
         self.last_s, self.record = list[float](), dict[str, Any]()
         self._clock, self._trace = clock, Trace(transport.rank)
         over: Any = SerialTransport(transport) if case.one_peer else transport
@@ -194,39 +194,26 @@ class StandIn:
             self.begin(kind._replace(displaced=""))
             self.run(SITES if kind.displaced else 1)
 
-    def run_behind(self, kind: CallKind) -> None:
-        """Run three denoising steps with displaced tensors, each of SITES layers, and time the third.
+    def run_late(self, kind: CallKind) -> None:
+        """Run denoising steps, each of SITES layers, with displaced tensors or shared weights, and time the last one.
 
-        Displaced tensors are sent in one step and used in the next. The seconds of one layer are appended to `last_s`.
-        At the end no messages are in flight.
+        Displaced tensors are sent in one step and used in the next, so there are three steps. At the end no messages
+        are in flight. Shared weights are gathered anew in each of two steps, and only the second one's record is kept.
+        The seconds of one layer are appended to `last_s`.
 
         Args:
             kind: the kind of attention calls, which says which tensors are displaced.
         """
-        self._trace.clear()
-        for _ in range(3):
+        run_step = partial(self._blocks, self.run_layer) if self.shares else partial(self.run, SITES)
+        for step in range(2 if self.shares else 3):
+            if self.shares or not step:
+                self._trace.clear()
             self.begin(kind)
             started = time.perf_counter()
-            self.run(SITES)
+            run_step()
         self.last_s.append((time.perf_counter() - started) / SITES)
         self.record = self._trace.record()
         self.codec.catch_up()
-
-    def run_shared(self, kind: CallKind) -> None:
-        """Run two steps, each of SITES layers whose weights are divided among ranks and gathered, and time the second.
-
-        The seconds of one layer are appended to `last_s`.
-
-        Args:
-            kind: the kind of attention calls.
-        """
-        for _ in range(2):
-            self._trace.clear()
-            self.begin(kind)
-            started = time.perf_counter()
-            self._blocks(self.run_layer)
-        self.last_s.append((time.perf_counter() - started) / SITES)
-        self.record = self._trace.record()
 
 
 class StandInModel(nn.Module):
@@ -287,17 +274,12 @@ class Late(NamedTuple):
         """
         sent, hidden = 0, 0.0
         for of_rank in of_ranks:
-            waits = union(_times(s for s in of_rank if s.lane == "main" and s.name.startswith(waited)))
+            waits = union((s.start_ns, s.end_ns) for s in of_rank if s.lane == "main" and s.name.startswith(waited))
             for late in (span for span in of_rank if span.late_bytes):
                 duration = late.end_ns - late.start_ns
-                unseen = duration - overlap(_times([late]), waits)
+                unseen = duration - overlap((late.start_ns, late.end_ns), waits)
                 sent, hidden = sent + late.late_bytes, hidden + late.late_bytes * (unseen / duration if duration else 1)
         return cls(sent, hidden)
-
-
-def _times(spans: Iterable[Span]) -> list[Interval]:
-    """Return the start and end of each span, in nanoseconds."""
-    return [(span.start_ns, span.end_ns) for span in spans]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -311,11 +293,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def length(intervals: Iterable[Interval]) -> int:
-    """Return the total length of disjoint time intervals, in nanoseconds."""
-    return sum(end - start for start, end in intervals)
-
-
-def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """Return the length of the intersection of two sets of disjoint time intervals, in nanoseconds."""
-    return length(first) + length(second) - length(union([*first, *second]))
+def overlap(one: Interval, others: Iterable[Interval]) -> int:
+    """Return the length of a time interval's intersection with disjoint ones, in nanoseconds."""
+    return sum(max(0, min(one[1], end) - max(one[0], start)) for start, end in others)
