@@ -27,6 +27,8 @@ _LONGEST_NAME = 28  # characters of an image's name on the terminal
 MISSING = "–"  # text of a cell without a value
 NO_TRUTH = "no truth"  # text of a cell without a value, as there is nothing to measure against
 EXACT = "vs exact run"  # head of the column of the distance to the run with exact exchange
+# Heads of columns on the terminal, for every run; columns without a value are left out.
+HEADS = ("preset", "PSNR, dB", "range", "jump between slices", "SSIM", *OF_SAMPLES, EXACT, "seconds")
 # values that a row of the baseline lacks
 OF_BASELINE = {"psnr_vs_exact_db": None, "exact_compared": False, "bytes": None}
 
@@ -175,23 +177,10 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     There is no newline at its end. It is plain ASCII apart from the user's names, as terminals of batch systems may
     show nothing else.
     """
-    images, jumps, ranked = metrics["images"], jumps_of(metrics), has_rank_seconds(metrics)
-    known = len(OF_SAMPLES) if any(row.get("intervals") for row in images) else 1
-    sampled = OF_SAMPLES[:known] if any("samples" in row for row in images) else ()
-    ranges = ranges_of(metrics)
-    heads = [
-        "preset",
-        "PSNR, dB",
-        *["range"] * bool(ranges),
-        *["jump between slices"] * bool(jumps),
-        "SSIM",
-        *sampled,
-        EXACT,
-        "seconds",
-    ]
-    heads += ["rank seconds"] * ranked
+    jumps, ranges = jumps_of(metrics), ranges_of(metrics)
+    heads = [*HEADS, *["rank seconds"] * has_rank_seconds(metrics)]
     lines = [["image", "mask", *(ON_TERMINAL.get(head, head) for head in heads), "bytes"]]
-    for name, mask, slices, rows in grouped(images):
+    for name, mask, slices, rows in grouped(metrics["images"]):
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
         shown += f" ({slices} slices)" if slices > 1 else ""
         for row in with_baseline(rows):
