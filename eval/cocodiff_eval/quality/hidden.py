@@ -441,7 +441,7 @@ def _start(middle: float, own: int, side: int, whole: int) -> int:
         whole: length of the axis.
     """
     margin, last = min(own, whole - own - side, RING), whole - side
-    if side >= SPANNING * whole or last < 2 * margin:
+    if side >= SPANNING * whole:
         return own
     if margin == 0:
         return last * (middle > whole / 2)
