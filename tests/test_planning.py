@@ -117,10 +117,11 @@ def test_an_exchange_that_the_planner_has_never_seen_is_planned_by_its_routes(mo
     assert plan_step(unknown) == plan_step(split) != plan_step(case("flat"))
 
 
-def run_of(of: Case, sent: ReallySent) -> tuple[dict[str, int], dict[str, int]]:
-    """Make the calls of a whole run, and return the bytes by link that traces counted and that were really sent."""
+def run_of(of: Case, sent: ReallySent) -> list[dict[str, int]]:
+    """Make the calls of a whole run, and return the bytes by link that traces counted, of these and of whole tensors,
+    and that were really sent."""
 
-    def work(transport: LoopbackTransport) -> dict[str, int]:
+    def work(transport: LoopbackTransport) -> list[dict[str, int]]:
         group, slot = of.mesh.group_and_slot(transport.rank)
         trace, generator = Trace(transport.rank), torch.Generator().manual_seed(transport.rank)
         strategy = build_strategy(of.config, of.mesh, RankContext(transport, of.topology, trace, Kernels("torch")))
@@ -132,10 +133,11 @@ def run_of(of: Case, sent: ReallySent) -> tuple[dict[str, int], dict[str, int]]:
             strategy.codec.begin_step(StepInfo(0, step, of.steps))
             qkv = LazyQKV(*[lambda x=x_BLHD: x] * 3, of.segments, of.shape.heads)
             strategy.attend(qkv, LayerKey("layer"))
-        return trace.bytes()
+        return [trace.bytes(), trace.bytes("whole")]
 
-    traced = run_ranks(of.topology.size, work, timeout_s=60.0)
-    return {link: sum(one[link] for one in traced) for link in LINK_CLASSES}, sent.by_link(of.topology)
+    traced = zip(*run_ranks(of.topology.size, work, timeout_s=60.0), strict=True)
+    counted = [{link: sum(one[link] for one in of_ranks) for link in LINK_CLASSES} for of_ranks in traced]
+    return [*counted, sent.by_link(of.topology)]
 
 
 @pytest.mark.parametrize(("nodes", "preset", "settings"), CASES["runs"])
@@ -146,9 +148,12 @@ def test_planned_bytes_are_those_that_ranks_send_in_a_run(nodes, preset, setting
     image = 12 * nodes * 4 + 5 * (preset != "cocodiff")
     of = Case(SMALL, topology, config, image_and_text(image, 24), 2, steps=1 if preset == "lossless" else 5)
     planned = {link: of.steps * count for link, count in plan_step(of).bytes.items()}
-    traced, sent = run_of(of, ReallySent(monkeypatch))
+    traced, whole, sent = run_of(of, ReallySent(monkeypatch))
     if preset == "cocodiff":
         assert planned.pop("sibling") == pytest.approx(traced.pop("sibling"), rel=0.2)
+    else:
+        uncoded = plan_step(replace(of, config=config.with_(codec="none"))).bytes
+        assert whole == pytest.approx({link: of.steps * count for link, count in uncoded.items()})
     assert traced == pytest.approx(planned)
     if config.codec == "none":  # others also send what ranks agree on, which counts for no call
         assert {link: sent[link] for link in traced} == traced
