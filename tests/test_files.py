@@ -14,6 +14,7 @@ from cocodiff_eval.harness.images import save_frames
 from value_tables import beside
 
 from cocodiff.config.config import read_yaml
+from cocodiff.config import files
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there, read_json
 from cocodiff.jobs.store import Store
@@ -90,3 +91,9 @@ def test_what_is_said_to_be_on_the_disk_is_synced(tmp_path, unsynced, write):
     """A power cut must not leave what is renamed into place, or told of, without what it holds."""
     write(tmp_path)
     assert any(path.is_file() for path in tmp_path.rglob("*")) and not unsynced(tmp_path)
+
+
+def test_memory_that_the_page_cache_gives_back_is_available(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemFree:   2 kB\nMemAvailable:   5 kB\n")
+    monkeypatch.setattr(files, "Path", lambda _: tmp_path / "meminfo")
+    assert files.available_memory() == 5 << 10
