@@ -13,8 +13,8 @@ from cocodiff_eval.data.reoriented import MaskStatistics, RestoredFile
 from cocodiff_eval.harness.images import save_frames
 from value_tables import beside
 
-from cocodiff.config.config import read_yaml
 from cocodiff.config import files
+from cocodiff.config.config import read_yaml
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there, read_json
 from cocodiff.jobs.store import Store

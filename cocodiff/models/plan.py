@@ -212,9 +212,14 @@ class ShardedModel:
                 arguments[name] = self._cut_value(cuts, arguments[name], name)
 
     def _cut_output(self, step: Step, output: Any) -> Any:
-        """Return a module's output with some of its tensors cut or gathered, as an entry of the plan says."""
+        """Return a module's output with some of its tensors cut or gathered, as an entry of the plan says.
+
+        Raise UserError for an output that the module does not have.
+        """
         by_name = hasattr(output, "values") and not isinstance(output, Tensor)
         parts = [output] if isinstance(output, Tensor) else list(output.values() if by_name else output)
+        for number in sorted({*step.outputs, *step.gathers}.difference(range(len(parts)))):
+            raise UserError(f"the plan names output {number} of {step.name}, which has {len(parts)}, counted from 0")
         for number, cuts in step.outputs.items():
             parts[number] = self._cut_value(cuts, parts[number], f"{step.name} {number}")
         for number, gather in step.gathers.items():
