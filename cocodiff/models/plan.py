@@ -218,8 +218,9 @@ class ShardedModel:
         """
         by_name = hasattr(output, "values") and not isinstance(output, Tensor)
         parts = [output] if isinstance(output, Tensor) else list(output.values() if by_name else output)
-        for number in sorted({*step.outputs, *step.gathers}.difference(range(len(parts)))):
-            raise UserError(f"the plan names output {number} of {step.name}, which has {len(parts)}, counted from 0")
+        missing = {*step.outputs, *step.gathers}.difference(range(len(parts)))
+        if missing:
+            raise UserError(f"the plan names output {min(missing)} of {step.name}, which has {len(parts)}, from 0")
         for number, cuts in step.outputs.items():
             parts[number] = self._cut_value(cuts, parts[number], f"{step.name} {number}")
         for number, gather in step.gathers.items():
