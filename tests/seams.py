@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ def notes_of_ranks(count: int) -> Any:
 def end_of_child(rank: int, status: int, notes: Any) -> ranks.RankEnd:
     """Tell how a forked rank has ended, from its exit status and its notes."""
     return ranks._child_end(rank, status, notes)
+
+
+def wrap_ranks(wrapped: Callable[..., Any]) -> None:
+    """Have ranks that start from now on call a function of (what they would call, its arguments...)."""
+    ranks._run_rank = partial(wrapped, ranks._run_rank)  # type: ignore[assignment]
+
+
+def count_compilations(counted: list[int]) -> None:
+    """Add an entry to a list whenever kernels are compiled."""
+    compile_kernels = library.Library._compile
+    library.Library._compile = lambda *given: counted.append(1) or compile_kernels(*given)  # type: ignore
 
 
 def end_of_error(error: BaseException) -> ranks.RankEnd:

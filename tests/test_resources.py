@@ -40,9 +40,9 @@ def test_a_rank_has_as_many_as_the_table_says(
             made[self.rank] += 1
             return super().group(ranks)
 
-        def _new_group(self, ranks: tuple[int, ...]) -> LoopbackGroup:
+        def new_group(self, ranks: tuple[int, ...]) -> LoopbackGroup:
             communicators[self.rank] += len(ranks) > 1
-            return super()._new_group(ranks)
+            return super().new_group(ranks)
 
     monkeypatch.setattr(loopback, "LoopbackTransport", OnNodes)
 

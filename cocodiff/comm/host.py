@@ -112,7 +112,7 @@ class HostTransport(LaneOwner):
         self.carrier, self._group_on_host, self.drawback = carrier, carrier.group, carrier.drawback
         self.world = HostGroup(carrier.world, device)
 
-    def _new_group(self, ranks: tuple[int, ...]) -> HostGroup:
+    def new_group(self, ranks: tuple[int, ...]) -> HostGroup:
         return HostGroup(self._group_on_host(ranks), self.device)
 
 

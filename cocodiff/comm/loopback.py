@@ -191,7 +191,7 @@ class LoopbackTransport(LaneOwner):
         self._contexts: dict[tuple[int, ...], int] = defaultdict(int)
         self.world = self.group(range(world.size))
 
-    def _new_group(self, ranks: tuple[int, ...]) -> LoopbackGroup:
+    def new_group(self, ranks: tuple[int, ...]) -> LoopbackGroup:
         self._contexts[ranks] += 1
         return LoopbackGroup(self._world, (ranks, self._contexts[ranks]), ranks, self.rank)
 

@@ -124,7 +124,7 @@ class MpiTransport(LaneOwner):
         self._communicators: list[Any] = []
         self.world = self._over(self._communicator, tuple(range(self.size)))
 
-    def _new_group(self, members: tuple[int, ...]) -> MpiGroup:
+    def new_group(self, members: tuple[int, ...]) -> MpiGroup:
         def meet() -> MpiGroup:  # called by the members only
             communicator = self._communicator.Create_group(self._communicator.Get_group().Incl(list(members)))
             self._communicators.append(communicator)

@@ -212,7 +212,7 @@ class TorchDistTransport(LaneOwner):
         if self.one_by_one:
             self.world = self.world.together()
 
-    def _new_group(self, members: tuple[int, ...]) -> TorchDistGroup:
+    def new_group(self, members: tuple[int, ...]) -> TorchDistGroup:
         # Only the members take part, so cards and planes are set up at the same time.
         make = partial(gloo_group, members, self.rank) if self.library == "gloo" else partial(new_group, members)
         process_group = self.blocking(make, among=members)

@@ -326,9 +326,9 @@ class LaneOwner(Transport):
             whole: an existing group of these ranks, to use instead of a new one.
         """
         if len(set(self.node_of)) < 2:
-            return whole or self._new_group(ranks)
+            return whole or self.new_group(ranks)
         make: Callable[..., Group] = imported("cocodiff.comm.groups:group_by_node")  # which few runs need
-        return make(self._new_group, ranks, self.rank, self.node_of, whole)
+        return make(self.new_group, ranks, self.rank, self.node_of, whole)
 
     def close(self) -> None:
         if self.closed:
@@ -342,7 +342,12 @@ class LaneOwner(Transport):
         self._release()
 
     @abstractmethod
-    def _new_group(self, ranks: tuple[int, ...]) -> Group: ...
+    def new_group(self, ranks: tuple[int, ...]) -> Group:
+        """Make a group of some ranks in the communication library; for `group`, which all else calls.
+
+        Args:
+            ranks: its members.
+        """
 
     def _release(self) -> None:
         """Release what the communication library holds, such as its groups. `close` calls this last."""

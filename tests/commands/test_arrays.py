@@ -221,16 +221,15 @@ def ranks_of(job: subprocess.Popen[Any]) -> list[int]:
 
 FAILING = """
 import os
-from cocodiff.jobs import ranks
+from seams import wrap_ranks
 from cocodiff.config.errors import UserError
-run = ranks._run_rank
-def run_failing(config, settings, work, launch, *more):
+def run_failing(run, config, settings, work, launch, *more):
     def work_failing(transport):
         if launch.rank in {of}:
             raise {error}
         work(transport)
     return run(config, settings, work_failing, launch, *more)
-ranks._run_rank = run_failing
+wrap_ranks(run_failing)
 os.dup2(os.open({stderr!r}, os.O_WRONLY | os.O_APPEND), 2)
 """
 
@@ -298,7 +297,7 @@ def test_what_ranks_raise_is_raised_by_the_caller(
     """Also where the disk is so full that the job cannot write a line. Of two that fail at once either is named."""
     failing = FAILING.format(of=of, error=raised, stderr="/dev/full" if full else "/proc/self/fd/2")
     (tmp_path / "failing.py").write_text(failing)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[1]}")
     words = "(__import__('failing'), {})[1]"
     monkeypatch.setattr(arrays, "dependent_words", lambda call, at: dependent_words(words.format(call), at))
     with pytest.raises(type(error)) as told:

@@ -229,7 +229,7 @@ class SimulatedTransport(LoopbackTransport):
         self.carrier = LoopbackTransport(world, rank)
         super().__init__(world, rank, device)
 
-    def _new_group(self, members: tuple[int, ...]) -> Any:
+    def new_group(self, members: tuple[int, ...]) -> Any:
         self._contexts[members] += 1
         context, index = ("device", members, self._contexts[members]), members.index(self.rank)
         library = _ProcessGroup(self._world, context, members, index, self.device, self.process)
