@@ -114,8 +114,8 @@ def test_the_average_of_the_least_held_out_loss_is_kept_as_it_was(monkeypatch: p
     losses, module = [0.5, 0.2, 0.7, 0.2], torch.nn.Linear(1, 1, bias=False)
     monkeypatch.setattr(training, "loss_of", Mock(side_effect=losses))
     held = Patches(np.zeros((1, 8, 8), np.float16), np.ones((1, 8, 8), bool))
-    trainer: Any = SimpleNamespace(held=held, hidden_BHW=held.known_NHW, averaged=SimpleNamespace(module=module))
-    vars(trainer).update(_made=Mock(), scale=(), smoothed=0.0, best_loss=math.inf, best={}, rows=[])
+    trainer = Mock(held=held, hidden_BHW=held.known_NHW, averaged=SimpleNamespace(module=module), rows=[])
+    trainer.configure_mock(scale=(), smoothed=0.0, best_loss=math.inf, best={})
     for trainer.step in range(4):
         module.weight.data.fill_(trainer.step)
         training.Trainer.check(trainer)
