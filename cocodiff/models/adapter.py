@@ -94,10 +94,15 @@ class AttentionProcessor:
             kernels: the operations to compute with.
             replaced: the processor that this one stands in for.
         """
-        self._host, self._layer, self._kernels, self._replaced = host, layer, kernels, replaced
+        self.host, self.layer, self.kernels, self.replaced = host, layer, kernels, replaced
 
-    def _attend(self, qkv: LazyQKV) -> Tensor:
-        return self._host.attend(qkv, self._layer)
+    def attend(self, qkv: LazyQKV) -> Tensor:
+        """Return the attention of this rank's queries to all ranks' tokens, [B, L, H, D], as the engine computes it.
+
+        Args:
+            qkv: functions that project q, k and v of this rank's tokens.
+        """
+        return self.host.attend(qkv, self.layer)
 
 
 class Adapter:

@@ -77,12 +77,12 @@ class FluxAttentionProcessor(AttentionProcessor):
         if is_prompted:
             to_q = cache(attn.to_q)  # used twice
             parts = [parts[0]._replace(to_q=to_q)]
-            meanwhile = cache(lambda: prompted(self._replaced, attn, to_q(hidden_states), ip_hidden_states))
+            meanwhile = cache(lambda: prompted(self.replaced, attn, to_q(hidden_states), ip_hidden_states))
         if text_BLC is not None:
             parts = [text_stream(attn, text_BLC, rotary.rows(slice(text_rows))), *parts]
-        streams = Streams(parts, attn.heads, self._kernels)
-        qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, meanwhile=meanwhile)
-        out_BLC = self._attend(qkv).flatten(-2)
+        streams = Streams(parts, attn.heads, self.kernels)
+        qkv = LazyQKV(streams.q, streams.k, streams.v, self.host.segments, attn.heads, meanwhile=meanwhile)
+        out_BLC = self.attend(qkv).flatten(-2)
         if text_BLC is None:
             return out_BLC
         both = joint_outputs(attn, out_BLC, text_rows)
@@ -104,11 +104,11 @@ class FluxIPAdapterProcessor(FluxAttentionProcessor, nn.Module):
     @property
     def scale(self) -> list[float]:
         """The weight of each adapter's image, as diffusers' `set_ip_adapter_scale` has set it."""
-        return self._replaced.scale
+        return self.replaced.scale
 
     @scale.setter
     def scale(self, scale: list[float]) -> None:
-        self._replaced.scale = scale
+        self.replaced.scale = scale
 
 
 def prompted(adapters: Any, attn: Any, q_BLC: Tensor, images: Sequence[Tensor]) -> Tensor:

@@ -58,17 +58,17 @@ class Flux2SingleProcessor(AttentionProcessor):
         mlp_BLC = cache(lambda: attn.mlp_act_fn(fused.channels(3 * width, None)))
 
         def rotated(norm: nn.Module, x_BLC: Tensor) -> Tensor:
-            return norm_rope(heads_of(x_BLC, attn.heads), norm, rotary, self._kernels)
+            return norm_rope(heads_of(x_BLC, attn.heads), norm, rotary, self.kernels)
 
         qkv = LazyQKV(
             q=lambda: rotated(attn.norm_q, qk_BLC()[..., :width]),
             k=lambda: rotated(attn.norm_k, qk_BLC()[..., width:]),
             v=lambda: heads_of(fused.channels(2 * width, 3 * width), attn.heads),
-            segments=self._host.segments,
+            segments=self.host.segments,
             heads=attn.heads,
             meanwhile=mlp_BLC,
         )
-        out_BLC = self._attend(qkv).flatten(-2)
+        out_BLC = self.attend(qkv).flatten(-2)
         return attn.to_out(torch.cat([out_BLC, mlp_BLC()], dim=-1))
 
 

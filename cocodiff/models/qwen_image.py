@@ -53,10 +53,10 @@ class QwenAttentionProcessor(AttentionProcessor):
         if image_rotary_emb is not None:
             image_rotary, text_rotary = (Rotary("complex", (table,)) for table in image_rotary_emb)
         parts = text_stream(attn, encoder_hidden_states, text_rotary), image_stream(attn, hidden_states, image_rotary)
-        streams = Streams(parts, attn.heads, self._kernels)
+        streams = Streams(parts, attn.heads, self.kernels)
         masks = {} if encoder_hidden_states_mask is None else {TEXT: encoder_hidden_states_mask}
-        qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads, masks)
-        return joint_outputs(attn, self._attend(qkv).flatten(-2), encoder_hidden_states.shape[1])
+        qkv = LazyQKV(streams.q, streams.k, streams.v, self.host.segments, attn.heads, masks)
+        return joint_outputs(attn, self.attend(qkv).flatten(-2), encoder_hidden_states.shape[1])
 
 
 FAMILY = Family(

@@ -51,9 +51,9 @@ class SD3AttentionProcessor(AttentionProcessor):
         parts = [image_stream(attn, image_BLC)]
         if text_BLC is not None:
             parts.append(text_stream(attn, text_BLC))
-        streams, segments = Streams(parts, attn.heads, self._kernels), self._host.segments
+        streams, segments = Streams(parts, attn.heads, self.kernels), self.host.segments
         qkv = LazyQKV(streams.q, streams.k, streams.v, segments[:1] if text_BLC is None else segments, attn.heads)
-        out_BLC = self._attend(qkv).flatten(-2)
+        out_BLC = self.attend(qkv).flatten(-2)
         image_out_BLC = attn.to_out[1](attn.to_out[0](out_BLC[:, : image_BLC.shape[1]]))
         if text_BLC is None:
             return image_out_BLC

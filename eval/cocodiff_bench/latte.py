@@ -121,14 +121,14 @@ class SpatialProcessor(AttentionProcessor):
             encoder_hidden_states: tokens of the text to attend to; None in self-attention.
             more: other arguments of diffusers' processors.
         """
-        if encoder_hidden_states is not None or self._layer.startswith("temporal"):
-            return self._replaced(attn, hidden_states, encoder_hidden_states, **more)
+        if encoder_hidden_states is not None or self.layer.startswith("temporal"):
+            return self.replaced(attn, hidden_states, encoder_hidden_states, **more)
 
         def projected(to: Any) -> Any:
             return to(hidden_states).unflatten(-1, (attn.heads, -1))
 
         q, k, v = (partial(projected, to) for to in (attn.to_q, attn.to_k, attn.to_v))
-        out_BLC = self._attend(LazyQKV(q, k, v, self._host.segments[1:], attn.heads)).flatten(-2)
+        out_BLC = self.attend(LazyQKV(q, k, v, self.host.segments[1:], attn.heads)).flatten(-2)
         return attn.to_out[0](out_BLC)
 
 

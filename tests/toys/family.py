@@ -23,9 +23,9 @@ class ToyAdapter(Adapter):
 
 class ToyProcessor(AttentionProcessor):
     def __call__(self, attn, x_BLC, **_):
-        streams = Streams([Stream(x_BLC, attn.to_q, attn.to_k, attn.to_v)], attn.heads, self._kernels)
-        qkv = LazyQKV(streams.q, streams.k, streams.v, self._host.segments, attn.heads)
-        return attn.to_out[0](self._attend(qkv).flatten(-2))
+        streams = Streams([Stream(x_BLC, attn.to_q, attn.to_k, attn.to_v)], attn.heads, self.kernels)
+        qkv = LazyQKV(streams.q, streams.k, streams.v, self.host.segments, attn.heads)
+        return attn.to_out[0](self.attend(qkv).flatten(-2))
 
 
 FAMILY = Family("toys.transformer.ToyTransformer", ToyAdapter(), text_tokens=5, branches=2)
