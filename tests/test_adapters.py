@@ -186,7 +186,7 @@ HUNG: dict[str, Callable[[], Hung]] = {
 }
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", HUNG)
 def test_equals_one_process(name, size):

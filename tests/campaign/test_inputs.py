@@ -26,7 +26,7 @@ from cocodiff.jobs.options import Option, with_settings
 SEED, CASES = map(int, os.environ.get("INPUTS", f"0 {len(MAKERS) * len(TWISTS)}").split())
 
 
-@pytest.mark.sample(2 * len(TWISTS))
+@pytest.mark.sample(len(TWISTS))
 @pytest.mark.parametrize("number", range(CASES))
 def test_results_of_a_generated_input_are_right_in_every_format(number: int, tmp_path: Path) -> None:
     """Every maker of files, with --full each with every twist."""
@@ -98,7 +98,7 @@ def test_any_settings_are_taken_or_refused_in_one_line(refused: Callable[..., st
         (folder / "run.yaml").write_bytes(text.encode(errors="surrogateescape"))
         return refused(name, "--config", "run.yaml")
 
-    @examples(12, 1000)
+    @examples(8, 1000)
     @given(st.dictionaries(names, JUNK, min_size=1, max_size=2))
     def check(changed: dict[str, Any]) -> None:
         try_text(yaml.safe_dump(usual | changed))

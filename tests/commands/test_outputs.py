@@ -165,6 +165,7 @@ BEFORE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("before", BEFORE)
 def test_whatever_happens_at_any_operation_nothing_is_lost_and_the_next_start_ends_rightly(
     tmp_path: Path, before: str, pytestconfig: pytest.Config

@@ -75,6 +75,7 @@ def test_a_dry_run_takes_the_name_of_results_and_leaves_them(tmp_path: Path) -> 
     assert main(words) == 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("words", "tiles"), CASES["work"].items())
 def test_a_dry_run_says_how_much_the_model_has_to_do_and_how_long_it_takes(
     words: str, tiles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

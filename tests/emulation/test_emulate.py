@@ -73,8 +73,7 @@ def test_a_bad_rank_ends_all(machine: str) -> None:
     ):
         done = run(emulate("--machine", machine, "--", "sh", "-c", f"{SHOW}; test $RANK != 2 || {bad}; sleep 70.25"))
         assert done.returncode == code and said in done.stderr
-        assert not {line for line in done.stdout.splitlines() if line.startswith("net:")} & namespaces()
-        assert processes("70.25") == 0
+        wait_until_gone({line for line in done.stdout.splitlines() if line.startswith("net:")}, "70.25")
 
 
 @contextlib.contextmanager
@@ -97,7 +96,7 @@ def test_an_interrupt_ends_all(
     with started(machine, "sleep 71.25 & sleep 71.25") as (process, space):
         process.send_signal(number)
         assert process.wait(timeout=30) == 130
-        assert space not in namespaces() and processes("71.25") == 0
+        wait_until_gone({space}, "71.25")
     assert list(tmp_path.glob("cocodiff-emulation-*")) == []
 
 
@@ -113,7 +112,12 @@ def test_the_next_start_ends_what_a_killed_one_left_and_no_other(machine: str) -
         assert other.poll() is None and others_space in namespaces()
         other.send_signal(signal.SIGTERM)
         assert other.wait(timeout=30) == 130
-    assert others_space not in namespaces() and processes("73.25") == 0
+    wait_until_gone({others_space}, "73.25")
+
+
+def wait_until_gone(spaces: set[str], word: str) -> None:
+    """Until the kernel has ended what was killed, which is no child of the emulation."""
+    wait_until(lambda: not spaces & namespaces() and processes(word) == 0)
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 20) -> None:
