@@ -172,9 +172,15 @@ def test_lanes_of_one_thread_post_in_one_order_and_those_of_threads_of_their_own
     with sim.devices(4) as found:
         assert run_ranks(4, in_two_groups) == [[float(rank ^ 1), float(rank ^ 2)] for rank in range(4)]
     assert found.reports == []
+    before = {*threading.enumerate()}
     # Raised by a rank's wait, or when the devices go, which look for operations that failed.
     with pytest.raises(Exception, match=r"posts a receive: rank . sent nothing for 3 s"), sim.devices(4):
         run_ranks(4, in_two_groups, Threads)
+    for left in {*threading.enumerate()} - before:  # what fails in them later would fail another test
+        left.join(20)
+    assert {*threading.enumerate()} <= before
+    with sim.devices(4):  # which waits for their operations
+        pass
 
 
 def test_messages_one_way_alone_have_a_byte_the_other_way(sim):
