@@ -507,12 +507,24 @@ def _difference(trial: KernelTrial) -> str:
 
 
 CHECKS: dict[str, Callable[[Facts, Findings], None]] = {
-    check.__name__.removeprefix("check_").replace("_", "-"): check
-    for check in (
-        *(check_versions, check_launch, check_mpi, check_tiles, check_cores, check_nics, check_planes),
-        *(check_all_to_all, check_messages, check_overlap, check_order, check_host, check_links),
-        *(check_settings, check_memory, check_sycl, check_kernels, check_computing),
-    )
+    "versions": check_versions,
+    "launch": check_launch,
+    "mpi": check_mpi,
+    "tiles": check_tiles,
+    "cores": check_cores,
+    "nics": check_nics,
+    "planes": check_planes,
+    "all-to-all": check_all_to_all,
+    "messages": check_messages,
+    "overlap": check_overlap,
+    "order": check_order,
+    "host": check_host,
+    "links": check_links,
+    "settings": check_settings,
+    "memory": check_memory,
+    "sycl": check_sycl,
+    "kernels": check_kernels,
+    "computing": check_computing,
 }
 
 
