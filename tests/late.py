@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cocodiff.comm.transport import Transport
+
 
 def dawdle() -> None:
     time.sleep(random.choice((0.0, 0.0, 0.001, 0.004)))
@@ -24,6 +26,8 @@ class Late:
 
     def group(self, ranks: Sequence[int], together: bool = False) -> LateGroup:
         return LateGroup(self._transport.group(ranks, together), self._pause)
+
+    part = Transport.part
 
     def lane(self, name: str) -> LateLane:
         return LateLane(self._transport.lane(name), self._pause)

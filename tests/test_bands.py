@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from warm_ranks import warm_mpiexec
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.transport import SubTransport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.demo_model.vae import LappedTransformVAE
 from cocodiff.engine.decoding import ShardedVAE, TiledVAE, share_tiles, share_vae
@@ -222,7 +221,7 @@ def test_a_pipeline_is_restored_in_bands(name):
 
     def work(transport: Any) -> Tensor:
         own = copy.deepcopy(pipe)
-        part = SubTransport(transport, range(4) if transport.rank < 4 else (4, 5))
+        part = transport.part(range(4) if transport.rank < 4 else (4, 5))
         with parallelize(own, transport=part, vae="sharded", guidance_parallel=2):
             return restored(own, arguments)
 

@@ -19,7 +19,6 @@ from value_tables import beside
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.transport import SubTransport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.config.registry import RINGS
 from cocodiff.engine.engine import parallelize
@@ -163,7 +162,7 @@ def test_two_replicas_have_the_bits_of_one_replica(machine, size, settings):
         return outputs, engine
 
     def work(transport: Any) -> list[torch.Tensor]:
-        part, number = SubTransport(transport, axes.replica(transport.rank)), axes.coordinates(transport.rank).replica
+        part, number = transport.part(axes.replica(transport.rank)), axes.coordinates(transport.rank).replica
         outputs, engine = images(part, number, machine)
         assert engine.topology == axes.topology.part(axes.replica(transport.rank))
         assert sum(engine.bytes().values()) > 0 and (machine == "local" or engine.bytes()["sibling"] == 0)
@@ -184,7 +183,7 @@ def test_two_replicas_have_the_bits_of_one_replica(machine, size, settings):
 
 def test_a_rank_lost_in_one_replica_ends_the_other_and_has_its_number_in_the_run():
     def work(transport: Any) -> None:
-        part = SubTransport(transport, (0, 1) if transport.rank < 2 else (2, 3))
+        part = transport.part((0, 1) if transport.rank < 2 else (2, 3))
         if transport.rank == 3:
             part.health.fail("out of memory")
         if transport.rank >= 2:

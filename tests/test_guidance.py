@@ -21,7 +21,6 @@ from tiny_pipelines import sd3_pipeline
 from worlds import topology_of
 
 from cocodiff.comm.loopback import run_ranks
-from cocodiff.comm.transport import SubTransport
 from cocodiff.engine.engine import parallelize
 from cocodiff.engine.guidance.parts import Awaited
 from cocodiff.planner import automatic
@@ -236,7 +235,7 @@ def test_a_coding_keeps_each_branch_where_it_is_computed(family, settings):
         axes = Axes.build(topology_of("local", transport.size), guidance=2)
         part = axes.coordinates(transport.rank).guidance
         branch = slice(part, part + 1)
-        return together, run(own, SubTransport(transport, axes.branch(transport.rank)), branch, 1), branch
+        return together, run(own, transport.part(axes.branch(transport.rank)), branch, 1), branch
 
     for together, alone, branch in run_ranks(4, work):
         assert all(torch.equal(output[branch], expected) for output, expected in zip(together, alone, strict=True))
@@ -262,7 +261,7 @@ def test_no_attention_byte_passes_between_the_parts(ranks, absent):
         return engine
 
     def work(transport: Any) -> tuple[dict[str, dict[str, int]], dict[str, int], dict[str, int]]:
-        own, part = copy.deepcopy(model), SubTransport(transport, axes.branch(transport.rank))
+        own, part = copy.deepcopy(model), transport.part(axes.branch(transport.rank))
         alone = run(own, part, [2] + [1] * (steps - 1), 1).trace.bytes()
         engine = run(own, transport, [2] * steps, 2)
         return {name: engine.bytes(name) for name in ("attention", "unsplit", "guidance")}, engine.trace.bytes(), alone

@@ -20,7 +20,6 @@ from value_tables import beside
 
 from cocodiff.comm import loopback
 from cocodiff.comm.launch import Launch
-from cocodiff.comm.transport import SubTransport
 from cocodiff.engine import engine
 from cocodiff.engine.decoding import share_vae
 from cocodiff.engine.engine import parallelize
@@ -210,7 +209,7 @@ def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split, l
 
     def work(transport: Any) -> torch.Tensor:
         own = next(ranks for ranks in split if transport.rank in ranks)
-        return outputs_of(SubTransport(transport, own), settings, family, calls)
+        return outputs_of(transport.part(own), settings, family, calls)
 
     codec = "v_major" if split[0] == (0, 1) else "lossless"  # which tokens stay is decided by card
     case = (2, "tapa", "v_first", codec, "now", 1, 1, "unguided", None)

@@ -204,6 +204,14 @@ class Transport(ABC):
         """The number of ranks in the whole run."""
         return self.size
 
+    def part(self, ranks: Sequence[int]) -> SubTransport:
+        """Return a transport of some of these ranks, among them this one, which share the threads of the whole.
+
+        Args:
+            ranks: its ranks by their numbers here, in the order of their new ones.
+        """
+        return SubTransport(self, ranks)
+
     def arrive(self, at: str, among: tuple[int, ...] = ()) -> None:
         """Tell the watch over lost ranks that this rank begins a call that all ranks of this transport make.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cocodiff.attention.local import LocalAttention
 from cocodiff.attention.ulysses import Ulysses
-from cocodiff.comm.transport import TOGETHER, RankContext, SubTransport
+from cocodiff.comm.transport import TOGETHER, RankContext
 from cocodiff.config.config import Config, load_chunk_table, load_exchange_table
 from cocodiff.config.registry import ARRIVALS, CODECS, ORDERS, RINGS, SELECTIONS, imported, load, planner
 from cocodiff.exchange.codec import Codec
@@ -50,7 +50,7 @@ def build_strategy(config: Config, mesh: Mesh, context: RankContext, local: Loca
     exchange, ring, local, transport = None, None, local or LocalAttention(), context.transport
     group, slot = mesh.group_and_slot(transport.rank)
     topology, ranks = mesh.parts[group], mesh.groups[group]
-    members = transport if ranks == tuple(range(transport.size)) else SubTransport(transport, ranks)
+    members = transport if ranks == tuple(range(transport.size)) else transport.part(ranks)
     chunked = chunking(config, topology)
     if mesh.ring > 1:  # first, since groups of different shape then make their own groups and lanes
         sequences = [sequence_of(one, slot, chunking(config, one).chunks) for one in mesh.parts]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from cocodiff.comm.transport import SubTransport, Transport
+from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import UserError
 from cocodiff.models.checks import replace
 
@@ -266,7 +266,7 @@ class ShardedVAE(SharedVAE):
         if transport.rank < bands:
             ends = [factor * end for end in itertools.accumulate(rows)][:-1]
             band = x.tensor_split(ends, axis)[transport.rank]
-            with Bands(SubTransport(transport, range(bands)), rows, axis) if bands > 1 else contextlib.nullcontext():
+            with Bands(transport.part(range(bands)), rows, axis) if bands > 1 else contextlib.nullcontext():
                 own.append(call(self._copy(tiling=False), band))
         return torch.cat([*itertools.chain(*tensors_of_all(own, transport, x, "the exchange of decoded bands"))], axis)
 

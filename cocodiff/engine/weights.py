@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from cocodiff.comm.health import CALL
 from cocodiff.comm.lane import LaneFuture
 from cocodiff.comm.trace import Trace
-from cocodiff.comm.transport import Group, SubTransport, Transport
+from cocodiff.comm.transport import Group, Transport
 from cocodiff.config.errors import PeerLost, UserError
 from cocodiff.engine.agreement import check_agreement, facts_of
 from cocodiff.engine.guidance.parts import WITHOUT_VALUES, functions_named
@@ -175,7 +175,7 @@ class SplitWeights:
         """
         self._name, self._lost = type(model).__name__, ""  # lost: in words, why parameters were not made whole again
         self._ranks = sharing(topology, split[0], transport.rank)
-        self._sharing = SubTransport(transport, self._ranks)
+        self._sharing = transport.part(self._ranks)
         self._topology, self._transport, self._trace = topology, transport, Trace(transport.rank)
         self._group: Group = transport.group(self._ranks)
         # After an error the first group may have messages that no rank sends or receives any more.
@@ -392,7 +392,7 @@ def part_of(topology: Topology, transport: Transport, parts: int) -> tuple[Topol
     if parts == 1:
         return topology, transport
     ranks = Axes.build(topology, guidance=parts).branch(transport.rank)
-    return topology.part(ranks), SubTransport(transport, ranks)
+    return topology.part(ranks), transport.part(ranks)
 
 
 def split_blocks(count: int, layers: int | None) -> list[int]:

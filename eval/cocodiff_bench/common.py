@@ -344,3 +344,14 @@ class SerialTransport:
             together: not used.
         """
         return self.group_of(self._inner.group(ranks))
+
+    def part(self, ranks: Sequence[int]) -> Any:
+        """Return a transport of some of the ranks, whose groups are of this kind too.
+
+        Args:
+            ranks: its ranks, see `Transport.part`.
+        """
+        from cocodiff.comm.transport import SubTransport  # imports torch
+
+        whole: Any = self
+        return SubTransport(whole, ranks)

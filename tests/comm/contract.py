@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocodiff.comm.transport import Group, SubTransport, Transport
+from cocodiff.comm.transport import Group, Transport
 
 SIZE = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -30,7 +30,7 @@ PARTS = ((2, 0), (3, 1))  # in an order of their own, neighbours apart
 def contract(transport: Transport) -> None:
     assert transport.size == SIZE and 0 <= transport.rank < SIZE
     check_transport(transport)
-    part = SubTransport(transport, next(ranks for ranks in PARTS if transport.rank in ranks))
+    part = transport.part(next(ranks for ranks in PARTS if transport.rank in ranks))
     check_transport(part)
     check_parts_go_their_own_ways(transport, part)
     if getattr(transport, "library", "") == "gloo":
@@ -199,7 +199,7 @@ def check_parts_go_their_own_ways(whole: Transport, part: Transport) -> None:
         assert part.control.submit(lambda own=own: total_over(part.world, own)).wait() == sum(part.run_ranks)
     check_objects(whole)
     part.close()
-    of_part = SubTransport(part, [part.rank])
+    of_part = part.part([part.rank])
     assert (of_part.run_ranks, of_part.run_size) == ((part.run_ranks[part.rank],), whole.run_size)
     assert part.closed and of_part.closed and not whole.closed
     assert whole.broadcast_value(whole.rank) == 0

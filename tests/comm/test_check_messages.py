@@ -19,7 +19,6 @@ from cocodiff.comm.checked import PIECE, CheckedGroup, check_messages, checksum
 from cocodiff.comm.health import Health
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import LoopbackGroup, run_ranks
-from cocodiff.comm.transport import SubTransport
 from cocodiff.config.errors import PeerLost
 from cocodiff.engine.engine import parallelize
 
@@ -75,7 +74,7 @@ def test_a_wrong_message_is_an_error_on_every_rank(
 def test_a_part_names_ranks_of_the_whole_run() -> None:
     def work(transport: Any) -> str:
         check_messages(transport)
-        part = SubTransport(transport, (1, 3) if transport.rank % 2 else (0, 2))
+        part = transport.part((1, 3) if transport.rank % 2 else (0, 2))
         group = part.group([0, 1])
         if transport.rank % 2 == 0:
             return ""

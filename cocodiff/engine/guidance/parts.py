@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from cocodiff.comm.health import CALL
 from cocodiff.comm.lane import LaneFuture
-from cocodiff.comm.transport import RankContext, SubTransport
+from cocodiff.comm.transport import RankContext
 from cocodiff.engine.guidance import PARTS, SequenceOf, Sharing
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.axes import Axes
@@ -44,7 +44,7 @@ class GuidanceParts:
         axes, rank = Axes.build(topology, guidance=PARTS), transport.rank
         ranks = axes.branch(rank)
         self.number = axes.coordinates(rank).guidance
-        own = replace(context, transport=SubTransport(transport, ranks), topology=topology.part(ranks))
+        own = replace(context, transport=transport.part(ranks), topology=topology.part(ranks))
         self.sequence = sequence_of(own)
         pair = axes.partners(rank)
         self._group = transport.group(sorted(pair))

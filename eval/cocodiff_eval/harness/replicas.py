@@ -80,13 +80,11 @@ class Replica:
             machine: name or file of the machine.
             replicas: number of replicas.
         """
-        from cocodiff.comm.transport import SubTransport  # imports torch
-
         self.whole, self.count = whole, replicas
         axes = axes_of(machine, whole.size, replicas)
         self.number = axes.coordinates(whole.rank).replica
         ranks = axes.replica(whole.rank)
-        self.transport: Any = whole if replicas == 1 else SubTransport(whole, ranks)
+        self.transport: Any = whole if replicas == 1 else whole.part(ranks)
         self.topology = axes.topology.part(ranks)
         self.leads = self.transport.rank == 0
 
