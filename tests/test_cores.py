@@ -44,7 +44,7 @@ def test_only_cores_that_ranks_share_are_divided(monkeypatch, own, granted, laun
     own, launcher = range(*own), range(*launcher)
     kernel = Kernel(monkeypatch, own, granted, launcher)
     limit_threads(ranks, launched)
-    assert threads() == dict.fromkeys(THREADS, str(share))
+    assert threads() == dict.fromkeys(THREADS, str(share)) | {"OPENBLAS_NUM_THREADS": "1"}
     assert kernel.masks == {ME: {*own}, LAUNCHER: {*launcher}}
 
 
@@ -55,14 +55,14 @@ def test_commands_know_who_has_started_their_ranks(monkeypatch, launch, share):
     Kernel(monkeypatch, range(4, 8), 208, NODE)
     monkeypatch.setattr("gc.disable", lambda: None)
     settle({"log_level": "info", "ranks": 2}, launch)
-    assert threads() == dict.fromkeys(THREADS, str(share))
+    assert threads() == dict.fromkeys(THREADS, str(share)) | {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def test_where_the_machine_does_not_answer_cores_are_divided(monkeypatch):
     Kernel(monkeypatch, range(4, 8), 208, NODE)
     monkeypatch.setattr(os, "sched_setaffinity", Mock(side_effect=PermissionError))
     limit_threads(2, launched=True)
-    assert threads() == dict.fromkeys(THREADS, "2")
+    assert threads() == dict.fromkeys(THREADS, "2") | {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def test_what_the_user_has_set_stays(monkeypatch):

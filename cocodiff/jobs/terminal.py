@@ -65,6 +65,9 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
     Variables that the user has set keep their values. If OMP_NUM_THREADS is set, nothing is divided: the last bits of
     sums depend on the number of threads, which should then not depend on the number of ranks.
 
+    NumPy's and SciPy's OpenBLAS gets one thread. They solve many small systems, for which its threads would wait for
+    each other: on cores that other processes use too, the methods without a model would take twice as long.
+
     Args:
         ranks: number of ranks on this host
         launched: True if a launcher such as mpiexec started them, which may have bound each to some cores
@@ -75,7 +78,7 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
     shared = _shared_cores(own) if launched else own
     share = str(max(1, min(len(own), len(shared) // ranks)))
     for name in THREADS:
-        os.environ.setdefault(name, share)
+        os.environ.setdefault(name, "1" if name == "OPENBLAS_NUM_THREADS" else share)
 
 
 def _shared_cores(own: set[int]) -> set[int]:
