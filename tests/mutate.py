@@ -191,14 +191,14 @@ def _test(context: str) -> str:
 
 
 def importers(file: str) -> list[str]:
-    """List the test files that import a module of the product, or its room if none does."""
+    """List the test files that import a module of the product, or its room if none does, or that name its file."""
     module = file.removesuffix(".py").removesuffix("/__init__").removeprefix("eval/").removeprefix("sycl_kernels/")
     names = [module.replace("/", "."), module.replace("/", ".").rpartition(".")[0]]
     by_file = {path: set(_imported(path)) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     for name in names:
         if found := [str(path.relative_to(ROOT)) for path, imported in by_file.items() if name in imported]:
             return found
-    return []
+    return [str(path.relative_to(ROOT)) for path in by_file if Path(file).name in path.read_text()]
 
 
 def _imported(path: Path) -> Iterator[str]:
