@@ -68,8 +68,8 @@ def modes(*chunks: int | str) -> dict[str, Call]:
     [
         (1, 5, 6, 2, (1, 2)),
         (2, 5, 6, 1, (1, 4)),
-        (3, 7, 8, 2, (2, 5)),
-        (4, 5, 6, 2, (1, 2)),
+        (3, 3, 8, 2, (2, 5)),
+        (4, 7, 6, 2, (1, 2)),
         *(pytest.param(n, 13, 12, 2, (1, 2, 4, "auto"), marks=pytest.mark.exhaustive) for n in (2, 4, 12)),
     ],
 )

@@ -153,6 +153,12 @@ def test_a_threshold_of_0_leaves_out_what_does_not_change():
     assert check_one_process(2, model, calls, step_cache_threshold=0.0).cached() == [0, 1, 1, 0]
 
 
+def test_a_change_is_measured_by_the_kept_one():
+    """It is .69 of the kept change, and .84 of its own."""
+    model, inputs = family("qwen")
+    assert check_one_process(2, model, moving(inputs, [0.0, 3.0]), step_cache_threshold=0.77).cached() == [0, 1]
+
+
 def test_values_that_are_no_numbers_are_computed():
     model, inputs = family("qwen")
     calls = moving(inputs, [0.0, 0.0, 0.0, 0.0])

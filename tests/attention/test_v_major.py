@@ -191,7 +191,7 @@ def test_schedules_over_twenty_steps():
     assert linear.stable_fraction(2, 20) == 0 and linear.stable_fraction(19, 20) == 1
     assert Schedule("reverse").stable_fraction(19, 20) == 0
     assert Schedule("cosine").stable_fraction(19, 20) == 1
-    assert Schedule("list", ratios=(0.1, 0.5)).stable_fraction(7, 20) == 0.5
+    assert [Schedule("list", ratios=(0.1, 0.2, 0.3, 0.5)).stable_fraction(t, 20) for t in (2, 7)] == [0.3, 0.5]
     assert all(Schedule("fixed", sync_interval=1).is_full(t, 20) for t in range(20))
 
 

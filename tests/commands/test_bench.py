@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from cocodiff_bench import model_step, step
 from cocodiff_bench import peers as bench_peers
+from cocodiff_bench.alltoall import check_results, random_blocks
 from cocodiff_bench.common import of_benchmarks, of_slowest_rank, rows
 from cocodiff_bench.peers import with_codecs
 from launching import assert_succeeded
@@ -135,6 +136,13 @@ def test_the_librarys_all_to_all_of_equal_blocks_is_told_no_sizes(tmp_path: Path
     of_ranks = [file.read_text().splitlines() for file in tmp_path.glob("calls-*")]
     blocks = [3, 20, 128]  # of each rank 20 rows of 512 bytes
     assert [[json.loads(call) for call in calls] for calls in of_ranks] == [[[blocks, blocks, [], []]] * 4] * 3
+
+
+def test_what_an_earlier_exchange_brought_does_not_stand_for_a_later_one() -> None:
+    (blocks,) = loopback.run_ranks(1, lambda transport: random_blocks(0.01, transport))
+    with pytest.raises(RuntimeError, match="later"):
+        ways = {"earlier": lambda: blocks.received.copy_(blocks.packed), "later": lambda: blocks.received}
+        check_results(blocks, ways, 0)
 
 
 def test_a_call_takes_as_long_as_on_the_slowest_rank() -> None:

@@ -174,7 +174,7 @@ def test_a_hot_spot_changes_neither_range_nor_restoration(tmp_path: Path, side: 
 def test_percentiles_of_more_than_a_million_voxels_see_every_column_and_row(tmp_path: Path) -> None:
     """Where one in four columns, as many as are sampled, and half of the rows hold one value, the others tell what is
     an outlier."""
-    volume = np.random.default_rng(0).integers(90, 110, (4, 1024, 1024), dtype=np.uint8)
+    volume = np.random.default_rng(0).integers(90, 110, (4, 1025, 1024), dtype=np.uint8)
     volume[:, :, ::4] = volume[:, :512] = 50
     volume[2, 800, 4:7] = 255
     assert intensity_range(*save(tmp_path, volume)) == IntensityRange(50, 109, (50, 255), 3)

@@ -52,9 +52,9 @@ ANGLES = torch.rand(L, D // 2, generator=torch.Generator().manual_seed(0)).repea
 FLUX = Rotary("pairs", (ANGLES.cos(), ANGLES.sin()))
 
 
-def hooked() -> nn.Module:
+def hooked(register: Any) -> nn.Module:
     norm = nn.RMSNorm(D, 1e-6)
-    norm.register_forward_hook(lambda *_: None)
+    register(norm, lambda *_: None)
     return norm
 
 
@@ -71,13 +71,14 @@ def test_a_fused_layer_that_does_more_than_multiply_is_called_whole():
     [
         (nn.LayerNorm(D), FLUX),
         (RMSNorm(D, 1e-6, bias=True), FLUX),
-        (hooked(), FLUX),
+        (hooked(nn.Module.register_forward_hook), FLUX),
+        (hooked(nn.Module.register_forward_pre_hook), FLUX),
         (nn.RMSNorm(D), FLUX),
         (nn.RMSNorm(D, 1e-6, dtype=torch.float64), FLUX),
         (None, Rotary()),
         (nn.RMSNorm(D, 1e-6), Rotary("pairs", (ANGLES.double().cos(), ANGLES.double().sin()))),
     ],
-    ids=["layer_norm", "bias", "hook", "no_epsilon", "another_dtype", "nothing_to_do", "another_precision"],
+    ids=["layer_norm", "bias", "hook", "pre_hook", "no_epsilon", "another_dtype", "nothing_to_do", "another_precision"],
 )
 def test_what_the_kernel_does_not_do_is_left_to_the_modules(norm, rotary):
     x_BLHD, ran = torch.randn(1, L, 2, D), []
