@@ -23,6 +23,7 @@ from syncs import Syncs  # noqa: E402
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
+gc.disable()  # until all files are imported, see pytest_collection_finish
 # Before torch is imported: ranks and workers share the cores, and the last bits of sums depend on threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With AMX oneDNN 3.12 (torch 2.13) reads beyond its memory where a convolution of 16 bits with a stride of 2 has an
@@ -75,9 +76,10 @@ def sample(cases: list[Any]) -> list[Any]:
 
 def pytest_collection_finish() -> None:
     """What libraries and tests have made so far stays, so the collector need not search it again and again: it would
-    for every few copies of a model."""
+    for every few copies of a model, and has not since the first import."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

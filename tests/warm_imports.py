@@ -1,6 +1,12 @@
-"""What `warm` imports once: all that `cocodiff` imports before it forks ranks, for every family."""
+"""What `warm` imports once: all that `cocodiff` imports before it forks ranks, for every family.
 
-from cocodiff.jobs.terminal import quiet_libraries
+The collector of garbage searches nothing of it, here or in a forked program."""
+
+import gc
+
+gc.disable()
+
+from cocodiff.jobs.terminal import quiet_libraries  # noqa: E402
 
 quiet_libraries("error")
 
@@ -19,3 +25,5 @@ from diffusers import (  # noqa: E402, F401
 )
 
 import_before_fork(Request(EMBEDDED, "inpaint"))
+gc.freeze()
+gc.enable()
