@@ -1,9 +1,9 @@
 """The emulated network of a topology: namespaces, links, rates and routes, all as on the machine but slower.
 
 Every tile is a namespace with its address on an empty bridge. Every sibling and Xe link is a veth pair with a token
-bucket at both ends. Every NIC is a namespace between its tiles and the switch. Traffic between planes of different
-cards is routed over the sibling, so two hops contend for the same links as on the machine. Rates are measured with TCP
-streams of half a second, for one kind of link at a time.
+bucket at both ends. Every NIC is a namespace between its tiles and the switch, and the tiles of other nodes have even
+shares of it. Traffic between planes of different cards is routed over the sibling, so two hops contend for the same
+links as on the machine. Rates are measured with TCP streams of half a second, for one kind of link at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SETTINGS = {
     "ipv4/ip_forward": "1",
     "ipv4/conf/all/rp_filter": "0",
     "ipv4/conf/default/rp_filter": "0",
-    "ipv4/tcp_wmem": "4096 65536 131072",
-    "ipv4/tcp_rmem": "4096 131072 262144",
+    "ipv4/tcp_wmem": "4096 262144 1048576",
+    "ipv4/tcp_rmem": "4096 524288 2097152",
     "ipv4/tcp_slow_start_after_idle": "0",
     "ipv4/tcp_early_retrans": "0",
     "ipv4/tcp_no_metrics_save": "1",
@@ -150,6 +150,31 @@ class Network:
                 limit = f"rate {mbit_s(gb_s, self.scale) * 1e6:.0f}bit burst {self._burst} limit 64m"
                 self._tc[key].append(f"qdisc add dev {device} root tbf {limit}")
 
+    def _share_nic(self, key: Key, device: str, side: str, node: int) -> None:
+        """Note the commands that limit one direction of a NIC, and share it evenly among the tiles at its far end.
+
+        Without shares the streams with the shortest queues take most of it, and others end late: an all-to-all of two
+        nodes takes a tenth longer. A machine's fabric controls congestion.
+
+        Args:
+            key: the namespace whose network interface sends.
+            device: the network interface.
+            side: where packets have the far tile's address: "src" or "dst".
+            node: the node of the NIC.
+        """
+        rate, bursts = round(mbit_s(self.topology.machine.links.nic_gb_s, self.scale) * 1e6), self._burst
+        far = [place.rank for place in self.topology.places if place.node != node]
+        options = f"ceil {rate}bit burst {bursts} cburst {bursts} quantum {bursts}"
+        add = f"class add dev {device} parent 1:"
+        self._tc[key] += [
+            f"qdisc add dev {device} root handle 1: htb",
+            f"{add} classid 1:1 htb rate {rate}bit {options}",
+        ]
+        for number, rank in enumerate(far, 2):
+            match = f"u32 match ip {side} {address(rank)}/32 flowid 1:{number:x}"
+            self._tc[key].append(f"{add}1 classid 1:{number:x} htb rate {rate // len(far)}bit {options}")
+            self._tc[key].append(f"filter add dev {device} parent 1: protocol ip {match}")
+
     def _add_nics(self) -> None:
         """Make the namespaces of NICs and of the switch that joins them, and note the commands that connect them and
         the tiles.
@@ -164,7 +189,9 @@ class Network:
             own, port, of_tile = f"10.78.{place.node}.{nic[2] + 1}", f"n{place.node}-{nic[2]}", address(place.rank)
             if nic not in self.spaces:
                 self._add_tile(nic, own)
-                self._join((nic, "wire"), (switch, port), topology.machine.links.nic_gb_s)
+                self._join((nic, "wire"), (switch, port), None)
+                self._share_nic(nic, "wire", "dst", place.node)
+                self._share_nic(switch, port, "src", place.node)
                 self._routes[nic].append(f"route add default via 10.79.0.1 dev wire onlink {ROUTE}")
             self._join((nic, f"t{place.rank}"), (tile, "nic"), None)
             self._routes[nic].append(f"route add {of_tile}/32 dev t{place.rank} {ROUTE}")

@@ -186,11 +186,9 @@ def test_ties_go_to_the_first_positions():
 def test_schedules_over_twenty_steps():
     linear = Schedule("linear")
     assert linear.warm_steps(20) == 2 and linear.warm_steps(5) == 1 and linear.warm_steps(50) == 5
-    assert Schedule("linear", warmup=0).warm_steps(20) == 0
+    assert Schedule("linear", warmup=0).warm_steps(20) == 0 == linear.stable_fraction(2, 20)
     assert [linear.is_full(t, 20) for t in (0, 1, 2, 11, 12, 13, 19)] == [True, True, False, False, True, False, False]
-    assert linear.stable_fraction(2, 20) == 0 and linear.stable_fraction(19, 20) == 1
-    assert Schedule("reverse").stable_fraction(19, 20) == 0
-    assert Schedule("cosine").stable_fraction(19, 20) == 1
+    assert [Schedule(kind).stable_fraction(19, 20) for kind in ("linear", "reverse", "cosine")] == [1, 0, 1]
     assert [Schedule("list", ratios=(0.1, 0.2, 0.3, 0.5)).stable_fraction(t, 20) for t in (2, 7)] == [0.3, 0.5]
     assert all(Schedule("fixed", sync_interval=1).is_full(t, 20) for t in range(20))
 

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cocodiff_studies.network import Network, stream_rate
 from launching import assert_succeeded, find_mpiexec, run
+from worlds import topology_of
 
 from cocodiff.config.config import load_machine
 
@@ -149,6 +152,13 @@ def test_alltoall_of_every_exchange_is_right_and_compared_with_the_bound(machine
 
 
 @pytest.mark.full
+def test_tiles_have_even_shares_of_a_nic() -> None:
+    """Four streams come to tile 12. One has come through a NIC that tiles 0 and 4 share, with four streams too."""
+    with Network.open(topology_of("aurora", 24, 12), 3000.0) as network, ThreadPoolExecutor(7) as pool:
+        rates = [*pool.map(stream_rate, 7 * [network], (2, 3, 6, 0, 4, 0, 4), (12, 12, 12, 12, 17, 18, 19))]
+    assert max(rates) < 1.3 * min(rates), rates
+
+
 def test_doctor_measures_the_rate_of_each_kind_of_link(tmp_path: Path) -> None:
     """And three ranks of a node that share a NIC are counted as such. A busy host makes links slower; what its token
     buckets saved while it was busy makes a few messages faster by up to a quarter."""
