@@ -71,7 +71,7 @@ def machine_of_four(tmp_path_factory: pytest.TempPathFactory) -> str:
     branches=st.integers(1, 2),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
 )
-@examples(3, exhaustive=60)
+@examples(5, exhaustive=60)
 def test_caches_are_as_real_ones_on_every_rank(
     family, world, side, text, heads, batch, kept, branches, dtype, machine_of_four
 ):

@@ -87,7 +87,7 @@ def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings
     calls=st.sampled_from((RUN, TROUBLED)),
     delayed=st.booleans(),
 )
-@examples(3, exhaustive=150)
+@examples(4, exhaustive=150)
 def test_the_same_bits_as_whole_tensors(
     size, times, odd_heads, more, channels, batch, dtype, kind, how, predictor, arrival, calls, delayed
 ):

@@ -98,7 +98,7 @@ def test_any_settings_are_taken_or_refused_in_one_line(refused: Callable[..., st
         (folder / "run.yaml").write_bytes(text.encode(errors="surrogateescape"))
         return refused(name, "--config", "run.yaml")
 
-    @examples(8, 1000)
+    @examples(12, 1000)
     @given(st.dictionaries(names, JUNK, min_size=1, max_size=2))
     def check(changed: dict[str, Any]) -> None:
         try_text(yaml.safe_dump(usual | changed))
