@@ -275,10 +275,11 @@ class SharedNotes:
         self._noted, self._blocks, self._deciding = [], [], None
 
     def _sum(self, own: Tensor) -> list[Any] | None:
-        """Gather every rank's notes and return them combined: for every attention call and tensor a row of NOTES
-        integers.
+        """Gather every rank's notes and return them combined, the same on all ranks: NOTES integers for each tensor.
 
-        Return None for meta tensors, which predictions have. A background thread (lane "control") runs it.
+        The tensors are q, k, v and o of every attention call, see `LayerState.take_notes`. Notes are summed over ranks;
+        of the one at index NEEDED the largest is taken. Return None for meta tensors, which predictions have. A
+        background thread (lane "control") runs it.
 
         Args:
             own: this rank's notes of all calls, int64 [calls * 4 tensors, NOTES].

@@ -133,14 +133,16 @@ def in_mib(of: RankMemory, names: Iterable[str]) -> dict[str, float]:
 
 
 def peaks_in_mib(peaks: Peaks, rank: RankMemory, tile: int | None, ranks: int) -> dict[str, Any]:
-    """Return the section "peaks_mib" of plan.json: the memory of text encoders and VAE, the latter by the setting
-    `vae`.
+    """Return the section "peaks_mib" of plan.json: the memory of text encoders and VAE, in MiB.
+
+    For each value of the setting `vae` it has the VAE's peaks, the phase of a run in which a rank holds most (which may
+    be denoising), and whether the rank's memory suffices then.
 
     Args:
-        peaks: the memory before and after the denoising steps, in bytes.
-        rank: memory of the fullest rank in a denoising step.
-        tile: bytes of a tile's memory; None if not known.
-        ranks: number of ranks on the fullest node.
+        peaks: the memory of text encoders and VAE, before and after the denoising steps, in bytes.
+        rank: memory, in a denoising step, of the rank that needs most then.
+        tile: bytes of memory on the tile of a GPU card that a rank has; None if not known.
+        ranks: number of ranks on the node that has most.
     """
     of_vae = {}
     for how, peak in peaks.of_vae.items():

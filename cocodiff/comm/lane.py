@@ -171,6 +171,6 @@ class Lane:
             yield
 
     def close(self) -> None:
-        """End the lane after the jobs that were submitted so far."""
+        """End the lane after the jobs that were submitted so far, without waiting for them."""
         self._open = False
         self.worker.close()

@@ -82,7 +82,8 @@ class Peer:
         Args:
             group: the group of both ranks.
             number: index of the peer in the group.
-            counters: this rank's for all peers, int64 [ranks, 2]: bytes that have arrived, bytes that it has taken.
+            counters: written by the peers, int64 [ranks, 2]: bytes that a peer has put here, and bytes that it has
+                taken of what this rank put there.
             rings: this rank's buffers that the peers write to, uint8 [ranks, n].
         """
         self._group, self.number, self._counters, self._ring = group, number, counters[number], rings[number]

@@ -25,7 +25,7 @@ class StepCounter:
     """
 
     def __init__(self) -> None:
-        """Start before the first call."""
+        """Begin with no call of the transformer counted. The first one that is counted begins run 0 at step 0."""
         # Of the current call: run, step and branch, from 0; and the number of this run's calls, including this one.
         self.run, self.step, self.branch, self.calls = -1, -1, 0, 0
         # Noise level of the current call, in the scheduler's units; without a scheduler its timestep, or None.

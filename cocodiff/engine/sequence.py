@@ -79,13 +79,16 @@ class SequenceRanks:
         return whole.narrow(dim, own.start, own.stop - own.start).contiguous()
 
     def transposes(self, rows: str, columns: str, slices: int, early: float) -> Transposes:
-        """Return the exchanges of rows for columns in the current call of a model whose tokens are a grid.
+        """Return the exchanges, in a model's current call, that give each rank other parts of a grid of tokens.
+
+        Before one a rank has some rows and all columns, after it all rows and some columns; or the other way round.
 
         Args:
-            rows: name of the segment whose tokens are the rows.
-            columns: name of the segment whose tokens are the columns.
-            slices: number of slices of each side, see `Transposes`.
-            early: fraction of slices that are sent at once, see `Transposes`.
+            rows: name of the segment that is divided among the ranks as rows are, such as "frames".
+            columns: the same for columns, such as "places".
+            slices: number of slices that each rank's rows, and its columns, are cut into.
+            early: fraction of the slices to be received for which a slice is sent as soon as it has been computed; for
+                the others all is sent after the last one.
         """
         from cocodiff.exchange.transpose import Transposes
 

@@ -67,7 +67,10 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if every setting that runs is exact, and at least one runs."""
+        """True if at least one setting is exact, and none is wrong or fails. Refused settings do not count.
+
+        Exact means: all ranks have the same bits, and these differ from one process by rounding at most.
+        """
         return self.exit_code == 0
 
     def __str__(self) -> str:

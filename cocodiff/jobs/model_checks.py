@@ -93,7 +93,7 @@ def _check_layers(config: Mapping[str, Any], path: Path) -> None:
     """Raise UserError if a model's config asks for more than MOST_LAYERS layers, which diffusers would build for hours.
 
     Args:
-        config: content of a config.json; lists have a number of layers for each level
+        config: content of a config.json; each number of a list is checked by itself
         path: the file, for errors
     """
     for key, value in config.items():

@@ -493,15 +493,18 @@ _beginnings = kept_for_all_streams(_make_beginnings, 4)
 
 
 class _Codes:
-    """The streams of all strips of a tensor while they are read, token by token."""
+    """The codes of a tensor [B, T, H, D] while they are read: in all strips at once, one of the T tokens after another.
+
+    Each block of the tensor has one stream of bytes, which holds the codes of all strips of that block.
+    """
 
     def __init__(self, strips: _Strips, streams: Tensor, lengths: Sequence[int]) -> None:
-        """Find where each strip begins, and read the strips that are not coded.
+        """Find where each strip begins in its block's stream, and read the strips that are not coded.
 
         Args:
             strips: the strips of the tensor.
-            streams: all streams one after the other, uint8.
-            lengths: length of each stream in bytes.
+            streams: the streams of all blocks one after the other, uint8.
+            lengths: length of each block's stream in bytes.
         """
         padded = torch.nn.functional.pad(streams, (0, 8)).to(torch.int64)
         places = [padded[byte : byte + len(padded) - REACH + 1] << 8 * byte for byte in range(REACH)]

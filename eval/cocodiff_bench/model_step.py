@@ -500,7 +500,8 @@ class StepMeasurement:
     def layers(self, name: str) -> int:
         """Return the number of layers that run one after the other in a step of a variant.
 
-        If parts of the ranks compute a branch of guidance each, these are the layers of one branch.
+        One layer is measured; its seconds times this number are those of a step. If parts of the ranks compute a branch
+        of guidance each, these are the layers of one branch.
         """
         shape = self.cases[name].shape
         branches = shape.branches if parts_of(name) == 1 else 1

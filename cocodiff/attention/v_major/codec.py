@@ -416,8 +416,10 @@ class CardCall(SelectiveCall):
         super().begin(like_BLHD)
 
     def post(self, tensors_BLHD: Mapping[str, Tensor]) -> dict[str, TensorFuture]:
-        """Start sending tensors, and return their futures by name. v is sent alone; between its two phases the rows are
-        chosen.
+        """Start sending tensors, and return their futures by name. v is sent in TAPA's two phases, apart from q and k.
+
+        First the tiles of a card swap all rows of v. Then the rows of tokens whose v changed are chosen. Only these go
+        on to other cards, and q and k send the same rows. A call that sends all tokens chooses nothing.
 
         Args:
             tensors_BLHD: the tensors, by name.
@@ -470,13 +472,13 @@ class CardCall(SelectiveCall):
         return on_card
 
     def _scored_rows(self, on_card: BlockSet) -> Tensor | None:
-        """Return the part of v by which the card's tokens are scored: [B, N, heads, D]; None on ranks that score none.
+        """Return the part of v by which this card's tokens are scored: [B, N, heads, D]; None if another tile scores.
 
-        The card's first tile scores. N are the tokens of all the card's tiles that may stay unsent. The heads are those
-        of all ranks in that tile's plane.
+        The card's first tile scores for all its tiles, by how far v has moved from its reference. N are the tokens of
+        all these tiles that may stay unsent. The heads are those of all ranks in the first tile's plane.
 
         Args:
-            on_card: the blocks of v that this rank holds after the first phase.
+            on_card: the blocks of v that this rank holds after TAPA's first phase, between the tiles of a card.
         """
         card, heads = scored_blocks(self.exchange.topology, self.rank)
         if card[0] != self.rank:

@@ -581,8 +581,11 @@ def _find_scales(axis: Any) -> list[Any]:
 
 
 def _own_sources(dataset: Any) -> Iterator[Any]:
-    """Yield the datasets that a virtual HDF5 dataset is made of and that are in the same file, also through other
-    virtual ones."""
+    """Yield the datasets of the same file that a virtual HDF5 dataset is made of; nothing for other datasets.
+
+    They hold the input's voxels, so they are not copied to a result. A source that is virtual itself is yielded too,
+    followed by its own sources.
+    """
     for other, path, _ in _sources(dataset):
         if other == "." and (source := _try(dataset.file, path, True)) is not None:
             yield from (source, *_own_sources(source))

@@ -224,8 +224,8 @@ class SliceReview:
     def psnr_db(self, run: ItemSamples) -> float | None:
         """Return the PSNR in dB of the restored slice under the mask, against the truth.
 
-        It is None if the truth is unknown or all known voxels are equal. The samples' mean is first rounded to the
-        input's dtype, as in the result.
+        It is None if no masked voxel's truth is known, or if all known voxels are equal, so that there is no range. The
+        samples' mean is first rounded to the input's dtype, as in the result.
 
         Args:
             run: its samples, of which the mean is taken.

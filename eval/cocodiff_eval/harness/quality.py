@@ -397,10 +397,12 @@ class SettingGroup:
         ]
 
     def take(self, batches: Sequence[Batch]) -> None:
-        """Set `self.batches` to those of the job's batches that hold this group's checked slices, with their places.
+        """Set `self.batches`: by the number of each batch that holds this group's checked slices, their places.
+
+        A slice's place is its index in the group. Trials of settings look up here which batches to run.
 
         Args:
-            batches: all batches of the job, in order. None mixes checked slices with others, see `apart`.
+            batches: all batches of the job, in order. Each has checked slices only, or none of them, see `apart`.
         """
         self.batches = {
             number: tuple(self.places[batch.task, index] for index in batch.indices)

@@ -320,7 +320,9 @@ def export(
 
 
 def kept_samples(samples: int) -> list[str]:
-    """Return the endings that are added to a preset's name for the file of each sample.
+    """Return the endings that are added to a preset's name for its samples' files: "_sample_0", "_sample_1" and on.
+
+    `--keep_samples` writes these files beside the samples' mean. A single sample has an ending as well.
 
     Args:
         samples: number of samples.

@@ -431,11 +431,11 @@ class SliceTrial(HiddenTrial):
 
 
 def works_of(making: VolumeRestoration) -> list[Work]:
-    """Return all units of work that a volume may need, in an order that depends on the job's settings and masks alone.
+    """Return all units of work that a volume may need. The list is the same whatever verdict the test will have.
 
     The order is: methods without a model in the test, the model's samples in the test, the model's samples of the
-    result, and methods without a model for the result. Units of the result are made only if the test's verdict gives
-    them a weight.
+    result, and methods without a model for the result. Units of the result are listed for every axis and method that
+    the verdict may choose. Only those that it does choose are run (`Restoring.is_wanted`).
     """
     volume, works, groups = making.volume, list[Work](), making.groups
     rounds = [*enumerate(making.hidden)]

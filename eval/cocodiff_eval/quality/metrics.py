@@ -418,6 +418,9 @@ Profile = Sequence[Mapping[str, Any]]  # the `drift` of a result: a mapping for 
 def mean_profile(profiles: Sequence[Profile]) -> list[dict[str, Any]]:
     """Return the mean of the `drift` of several lossy runs: for each denoising step the mean of its measurements.
 
+    `drift` is what the engine noted in each step, such as how much v changed and which fraction of the tokens stayed
+    unsent, see `Engine.drift_profile`.
+
     Args:
         profiles: for each run a list of steps, each a mapping of measurements by name.
     """
