@@ -30,6 +30,8 @@ MASKED = 0.3  # assumed share of masked voxels in a slice, as only these are sto
 WORST = 48  # slices of a stack that have pictures because their PSNR is the lowest, although they are not in the sample
 LOSSLESS = 100  # the quality that stands for WebP without loss
 QUALITIES = (LOSSLESS, 90, 75, 60, 45, 30, 15, 5)  # of WebP, from the best
+# Best quality of slices without masked voxels in large stacks, where they have less than SCARCE bytes a pixel.
+SURROUNDING, SCARCE = 60, 0.5
 SMALLEST_SIDE = 64  # pixels; in smaller pictures nothing could be recognised
 ENDS = ("low", "high")  # kinds of pictures of the ends of intervals
 BLOCK = 16  # side in pixels of the blocks that WebP codes
@@ -135,17 +137,19 @@ def worst_slices(psnr_db: dict[int, list[float]], shown: frozenset[int], count: 
 def encode(picture: Picture | Generated, side: int, share: int) -> str:
     """Return the pictures of a slice or an image as JSON, compressed so that they fit in `share` bytes.
 
-    They get the best quality at which they fit. If they fit at none they are also made smaller, down to SMALLEST_SIDE,
-    where they may take more.
+    They get the best quality at which they fit; in large stacks a slice without masked voxels gets SURROUNDING at most.
+    If they fit at none they are also made smaller, down to SMALLEST_SIDE, where they may take more.
 
     Args:
         side: most pixels of the longer side.
         share: most bytes of all pictures together, before base64.
     """
+    restored = isinstance(picture, Generated) or bool(picture.mask_YX.any())
+    best = LOSSLESS if restored or share > SCARCE * side**2 else SURROUNDING
     while True:
         head, images = _of_image(picture, side) if isinstance(picture, Generated) else _of_slice(picture, side)
         masks = sum(len(head.get(kind, "")) * 3 // 4 for kind in ("hole", "unknown"))
-        quality, files = _fitting(images, share - masks)
+        quality, files = _fitting(images, share - masks, best)
         if masks + sum(map(len, files.values())) <= share or side <= SMALLEST_SIDE:
             break
         side = max(SMALLEST_SIDE, side * 3 // 4)
@@ -304,11 +308,11 @@ def _near(mask_YX: np.ndarray) -> np.ndarray:
     return np.asarray(blocks.repeat(BLOCK, 0).repeat(BLOCK, 1)[:rows, :columns])
 
 
-def _fitting(images: Mapping[Any, np.ndarray], share: int) -> tuple[int, dict[Any, bytes]]:
+def _fitting(images: Mapping[Any, np.ndarray], share: int, best: int) -> tuple[int, dict[Any, bytes]]:
     """Compress images as WebP so that all together take at most `share` bytes. Return the quality, and the files by
     key.
 
-    The quality is the best one at which they fit; if they fit at none, the lowest.
+    The quality is the best one at which they fit, `best` at most; if they fit at none, the lowest.
     """
     made: dict[int, dict[Any, bytes]] = {}
 
@@ -316,8 +320,9 @@ def _fitting(images: Mapping[Any, np.ndarray], share: int) -> tuple[int, dict[An
         made[quality] = {key: _webp(image, quality) for key, image in images.items()}
         return sum(map(len, made[quality].values())) <= share
 
-    quality = QUALITIES[bisect_left(QUALITIES[:-1], True, key=fits)]
-    return quality, made.get(quality) or {key: _webp(image, quality) for key, image in images.items()}
+    if best == LOSSLESS or not fits(best):  # most slices fit at SURROUNDING, and so are compressed once
+        best = QUALITIES[bisect_left(QUALITIES[:-1], True, QUALITIES.index(best), key=fits)]
+    return best, made.get(best) or {key: _webp(image, best) for key, image in images.items()}
 
 
 def _webp(image: np.ndarray, quality: int) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -60,6 +60,8 @@ def _solve(known_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
 CELL, REACH = 64, 32  # voxels: side of the cells that are solved at once, and width of the window around them
 SMALL = 2**21  # voxels; smaller volumes have cells of twice that side, so that most are solved in one piece
 WHOLE = 2**40  # a reach in voxels that includes the whole axis
+BESIDE = 2  # voxels beside the mask that Laplace's, biharmonic and total variation's equations take in
+PLANAR = 2**17  # most voxels of biharmonic systems in planes that are solved directly
 TV_ROUNDS, TV_EDGE = 12, 0.01  # rounds of reweighting; the difference below which squares are minimised
 # Of autoregressions: most voxels that coefficients are learnt from, and fewest for each coefficient; the ridge as a
 # share of the variance, and the least value of the spectrum that is inverted, as a share of its mean.
@@ -92,31 +94,54 @@ def linear(image01: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
     return np.moveaxis(np.where(hidden, found, known), 0, axis)
 
 
+def around_mask(solve: Solver) -> Solver:
+    """Wrap a method whose result depends on the voxels beside the mask alone, so that it solves only the part around
+    the mask.
+
+    Args:
+        solve: the method.
+    """
+
+    @wraps(solve)
+    def solve_part(image01: np.ndarray, mask: np.ndarray, *args: Any, **keywords: Any) -> np.ndarray:
+        from scipy.ndimage import find_objects
+
+        restored = np.where(mask, 0.0, image01).astype(np.float64)
+        for box in find_objects(mask.astype(np.uint8)):
+            part = tuple(slice(max(0, one.start - BESIDE), one.stop + BESIDE) for one in box)
+            restored[part] = solve(restored[part], mask[part], *args, **keywords)
+        return restored
+
+    return solve_part
+
+
+@around_mask
 def laplace(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = None) -> np.ndarray:
     """Restore an image's masked voxels by Laplace's equation. Return it as float64.
 
     Each masked voxel becomes the mean of its neighbours, with no gradient across the array's borders. Voxels that have
-    no path of neighbours to a known one get the mean of all known ones. The image may have any number of dimensions.
+    no path of neighbours to a known one get the mean of those around the mask. The image may have any number of
+    dimensions.
 
     Args:
         image01: the normalised image
         mask: True where to restore, of the image's shape; at least one voxel must be known
         axes: axes along which voxels are neighbours; None for all
     """
-    known = np.where(mask, 0.0, image01).astype(np.float64)
-    if mask.any():
-        rows_RN = laplacian(mask, axes)
-        start_P = np.full(rows_RN.shape[0], known[~mask].mean())
-        known[mask] = _solved(rows_RN[:, mask.ravel()], -(rows_RN @ known.ravel()), start_P, 1e-4, 2000)
+    rows_RN = laplacian(mask, axes)
+    known = np.where(mask, 0.0, image01)
+    start_P = np.full(rows_RN.shape[0], known[~mask].mean())
+    known[mask] = _solved(rows_RN[:, mask.ravel()], -(rows_RN @ known.ravel()), start_P, 1e-4, 2000)
     return known
 
 
+@around_mask
 def smooth_continuation(image01: np.ndarray, mask: np.ndarray, axes: Sequence[int] | None = None) -> np.ndarray:
     """Restore an image's masked voxels by biharmonic continuation. Return it as float64.
 
-    The sum of squared Laplacians of the voxels in and beside the mask is minimised, by conjugate gradients.
-    scikit-image's `inpaint_biharmonic` solves the same problem directly, and takes far longer. The image may have any
-    number of dimensions.
+    The sum of squared Laplacians of the voxels in and beside the mask is minimised: in planes directly, else by
+    conjugate gradients. scikit-image's `inpaint_biharmonic` solves the same problem directly, and takes far longer. The
+    image may have any number of dimensions.
 
     Args:
         image01: the normalised image
@@ -125,14 +150,20 @@ def smooth_continuation(image01: np.ndarray, mask: np.ndarray, axes: Sequence[in
             that are masked wholly become NaN
     """
     from scipy.ndimage import binary_dilation
+    from scipy.sparse.linalg import splu
 
-    restored = laplace(image01, mask, axes)
-    if mask.any():
-        rows_RN = laplacian(binary_dilation(mask), axes)
-        of_hidden_RP = rows_RN[:, mask.ravel()]
-        right_P = -(of_hidden_RP.T @ (rows_RN @ np.where(mask, 0.0, restored).ravel()))
-        restored[mask] = _solved(of_hidden_RP.T @ of_hidden_RP, right_P, restored[mask], 1e-5, 2000)
-    return np.where(mask.all(axis=tuple(axes), keepdims=True), np.nan, restored) if axes else restored
+    restored, whole = laplace(image01, mask, axes), mask.all(axis=tuple(axes), keepdims=True) if axes else np.False_
+    hidden = mask & ~whole
+    if hidden.any():
+        rows_RN = laplacian(binary_dilation(hidden), axes)
+        of_hidden_RP = rows_RN[:, hidden.ravel()]
+        matrix_PP = of_hidden_RP.T @ of_hidden_RP
+        right_P = -(of_hidden_RP.T @ (rows_RN @ np.where(hidden, 0.0, restored).ravel()))
+        if axes and len(right_P) < PLANAR:
+            restored[hidden] = splu(matrix_PP.tocsc(), "MMD_AT_PLUS_A", options={"SymmetricMode": True}).solve(right_P)
+        else:
+            restored[hidden] = _solved(matrix_PP, right_P, restored[hidden], 1e-5, 2000)
+    return np.where(whole, np.nan, restored)
 
 
 def differences(near: np.ndarray, axes: Sequence[int] | None = None) -> Any:
@@ -187,6 +218,7 @@ def _solved(matrix_PP: Any, right_P: np.ndarray, start_P: np.ndarray, tolerance:
     return np.asarray(found_P)
 
 
+@around_mask
 def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Restore an image's masked voxels with the least total variation. Return it as float64.
 
@@ -199,16 +231,14 @@ def total_variation(image01: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """
     from scipy.sparse import diags
 
-    restored = laplace(image01, mask)
-    if mask.any():
-        apart_EN = differences(mask)
-        hidden_EP, known_E = apart_EN[:, mask.ravel()], apart_EN @ np.where(mask, 0.0, restored).ravel()
-        found_P = restored[mask]
-        for _ in range(TV_ROUNDS):
-            weights_E = 1.0 / np.hypot(hidden_EP @ found_P + known_E, TV_EDGE)
-            matrix_PP = hidden_EP.T @ diags(weights_E) @ hidden_EP
-            found_P = _solved(matrix_PP, -(hidden_EP.T @ (weights_E * known_E)), found_P, 1e-3, 200)
-        restored[mask] = found_P
+    restored, apart_EN = laplace(image01, mask), differences(mask)
+    hidden_EP, known_E = apart_EN[:, mask.ravel()], apart_EN @ np.where(mask, 0.0, restored).ravel()
+    found_P = restored[mask]
+    for _ in range(TV_ROUNDS):
+        weights_E = 1.0 / np.hypot(hidden_EP @ found_P + known_E, TV_EDGE)
+        matrix_PP = hidden_EP.T @ diags(weights_E) @ hidden_EP
+        found_P = _solved(matrix_PP, -(hidden_EP.T @ (weights_E * known_E)), found_P, 1e-3, 200)
+    restored[mask] = found_P
     return restored
 
 
