@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cocodiff.attention.stateful import NEEDED, TENSORS, CodedStep, End, StatefulCall, StatefulCodec
 from cocodiff.exchange.codec import CODED, CallKind, StateBytes
+from cocodiff.exchange.messages import cut_of
 from cocodiff.exchange.outgoing import OUTPUT, Encoded
 from cocodiff.kernels.device import used_on_current_stream
 from cocodiff.kernels.lossless import CODED as CODED_DTYPES
@@ -77,7 +78,8 @@ class ReceivedParts(NamedTuple):
     apart."""
 
     name: str  # name of the tensor: "q", "k", "v" or "o" (attention's output)
-    code_BTHW: Tensor  # first parts of the streams, W bytes for each token and head
+    firsts: Tensor  # first parts of all streams, one after the other, uint8
+    width: int  # bytes of a first part for each token and head
     known: Known  # the tensor's values at the last calls, which predict the new ones, and the place for these
     lengths_N: Tensor  # length in bytes of each whole stream, one stream for each rank
     found: Tensor | None  # what `stream_lengths` returned, for `decode_lossless`; None in torch
@@ -151,23 +153,12 @@ class LosslessCall(StatefulCall):
         before = written if self.number > 1 and self._codec.kept > 1 else None
         return Known(written, end.newest(self.number)[:, rows], before, self.factor)
 
-    def _cut(self, ranks: Sequence[int], by_rows: bool) -> BlockCut:
-        """Return how a tensor [B, tokens, heads, D] is cut into blocks, of which each is a stream of its own.
-
-        Args:
-            ranks: the ranks whose rows the tensor has, in order; used only with `by_rows`.
-            by_rows: True to cut it by these ranks' rows, False by all ranks' heads.
-        """
-        return (
-            BlockCut(1, tuple(self.layout.rows[rank] for rank in ranks)) if by_rows else BlockCut(2, self.layout.heads)
-        )
-
     # The sender's end -------------------------------------------------------------------------------------------------
 
     def encode(self, tensors: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> Encoded:
         if not self.codes:
             return super().encode(tensors, rows, ranks)
-        cut = self._cut(ranks, by_rows=OUTPUT in tensors)
+        cut = cut_of(self.layout, ranks, by_rows=OUTPUT in tensors)
         return Encoded([self._encoded(name, x, rows, cut, ranks) for name, x in tensors.items()], self.layout)
 
     def _encoded(self, name: str, x_BTHD: Tensor, rows: slice, cut: BlockCut, ranks: Sequence[int]) -> list[Tensor]:
@@ -201,21 +192,22 @@ class LosslessCall(StatefulCall):
 
     # The receiver's end -----------------------------------------------------------------------------------------------
 
-    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
+    def decode(self, received: Mapping[str, Any], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
         if not self.codes:
             return super().decode(received, rows, ranks)
-        cut = self._cut(ranks, by_rows=OUTPUT not in received)
+        cut = cut_of(self.layout, ranks, by_rows=OUTPUT not in received)
         ends, arrived = self.state.received, list[ReceivedParts]()
         with self.exchange.trace.span(f"lengths {''.join(received)}", "main", self.layer):
-            for name, x_BTHW in received.items():
-                code_BTHW, known = _rows_in_turn(x_BTHW, rows), self._known(ends, name, x_BTHW.shape[:3], rows)
-                lengths_N = code_BTHW.new_empty(len(cut.sizes), dtype=torch.int64)
-                found = self.kernels.stream_lengths(code_BTHW, cut, known.written, lengths_N)
-                arrived.append(ReceivedParts(name, code_BTHW, known, lengths_N, found))
+            for name, packed in received.items():
+                firsts, (*shape, width) = packed.of_rows(rows), packed.shape
+                known = self._known(ends, name, shape, rows)
+                lengths_N = firsts.new_empty(len(cut.sizes), dtype=torch.int64)
+                found = self.kernels.stream_lengths(firsts, cut, known.written, lengths_N)
+                arrived.append(ReceivedParts(name, firsts, width, known, lengths_N, found))
         rests = self._rests(arrived, cut, ranks)
-        for (name, code_BTHW, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
+        for (name, firsts, _, known, lengths_N, found), rest in zip(arrived, rests, strict=True):
             with self.exchange.trace.span(f"decode {name}", "codec", self.layer):
-                self.kernels.decode_lossless(code_BTHW, rest, lengths_N, found, known, cut)
+                self.kernels.decode_lossless(firsts, rest, lengths_N, found, known, cut)
         return [ends[name].written(self.number) for name in received]
 
     def _rests(self, arrived: Sequence[ReceivedParts], cut: BlockCut, ranks: Sequence[int]) -> list[Tensor]:
@@ -239,7 +231,7 @@ class LosslessCall(StatefulCall):
         own_lengths = {id(sent.lengths_N): sent.lengths_N for _, _, sent in ours}
         numbers = _numbers([*(one.lengths_N for one in arrived), *own_lengths.values()])
         if numbers is None:  # meta tensors of predictions
-            return [one.code_BTHW.new_empty(0) for one in arrived]
+            return [one.firsts.new_empty(0) for one in arrived]
         of_arrived, of_ours = numbers[: len(arrived)], dict(zip(own_lengths, numbers[len(arrived) :], strict=True))
         sends, here = [], {}
         for name, rank, sent in ours:
@@ -250,9 +242,9 @@ class LosslessCall(StatefulCall):
                 sends.append((rest, rank))
         receives, rests = [], list[Tensor]()
         for one, lengths in zip(arrived, of_arrived, strict=True):
-            rooms = [room_of(cells, one.code_BTHW.shape[-1]) for cells in cut.cells(one.code_BTHW.shape)]
+            rooms = [room_of(cells, one.width) for cells in cut.cells(one.known.written.shape)]
             sizes = [max(0, length - room) for length, room in zip(lengths, rooms, strict=True)]
-            rests.append(one.code_BTHW.new_empty(sum(sizes)))
+            rests.append(one.firsts.new_empty(sum(sizes)))
             for rank, part in zip(ranks, rests[-1].split_with_sizes(sizes), strict=True):
                 if len(part) and rank == own:
                     part.copy_(here[one.name])
@@ -307,21 +299,6 @@ class Lossless(StatefulCodec):
         if itemsize != 2:  # elements of this size are not coded
             return [{}] * topology.size
         return super().state_bytes(topology, layout, batch, head_dim, itemsize)
-
-
-def _rows_in_turn(x_BTHW: Tensor, rows: slice) -> Tensor:
-    """Return some rows [B, rows, H, W] of a tensor whose blocks of rows were received one after the other in memory.
-
-    Args:
-        x_BTHW: the tensor with all T rows; a block of rows is contiguous with its batch entries, whatever the strides
-            say.
-        rows: the rows to return: one block, or all.
-    """
-    B, T, *cell = x_BTHW.shape
-    if rows == slice(0, T):
-        return x_BTHW
-    count = rows.stop - rows.start
-    return x_BTHW.view(T, -1)[rows].view(B, count, *cell)
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[list[int]] | None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
+from cocodiff_sycl.parts import BlockCut
 from torch import Tensor
 
 from cocodiff.comm.transport import Group, Pending, RankContext
@@ -103,20 +104,62 @@ class BlockSet:
         return {block: [next(parts) for _ in self.widths] for block in message}
 
 
+def cut_of(layout: Layout, ranks: Sequence[int], by_rows: bool) -> BlockCut:
+    """Return how a tensor [B, rows, heads, W] is cut into blocks, one for each rank that they go to or come from.
+
+    Args:
+        layout: rows and heads of every rank.
+        ranks: the ranks whose rows the tensor has, in order; used only with `by_rows`.
+        by_rows: True to cut it by these ranks' rows, False by all ranks' heads.
+    """
+    return BlockCut(1, tuple(layout.rows[rank] for rank in ranks)) if by_rows else BlockCut(2, layout.heads)
+
+
+class PackedBlocks(NamedTuple):
+    """The blocks that a tensor [B, T, H, W] is cut into, one after the other in memory, as they were encoded one by
+    one."""
+
+    flat: Tensor  # the memory of all blocks, one-dimensional
+    shape: tuple[int, int, int, int]  # batch, rows, heads and width of all blocks together
+    cut: BlockCut  # the cut into blocks
+
+    @classmethod
+    def new(cls, like: Payload, shape: tuple[int, int, int, int], cut: BlockCut) -> PackedBlocks:
+        """Allocate the memory of a tensor's blocks.
+
+        Args:
+            like: a tensor of the same dtype and device.
+            shape: batch, rows, heads and width of the tensor.
+            cut: the cut of the tensor into blocks.
+        """
+        return cls(like.new_empty(math.prod(shape)), shape, cut)
+
+    def blocks(self) -> list[Tensor]:
+        """Return the blocks [B, rows, heads, W], as views of the memory."""
+        return views(self.flat, [(*block, self.shape[-1]) for block in self.cut.shapes(self.shape)])
+
+    def of_rows(self, rows: slice) -> Tensor:
+        """Return the part of the memory that holds some blocks, given the rows of all of them together."""
+        every = self.shape[1]
+        return self.flat if rows == slice(0, every) else self.flat.view(every, -1)[rows].view(-1)
+
+
 class Target:
     """The tensors that this rank receives in an exchange, with the place of every block in them."""
 
-    def __init__(self, tensors: Sequence[Tensor], places: Mapping[Block, Sequence[Tensor]], kernels: Kernels) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor | PackedBlocks], places: Mapping[Block, Sequence[Tensor]], kernels: Kernels
+    ) -> None:
         """Describe where blocks belong.
 
         Args:
-            tensors: the tensors to fill.
+            tensors: the tensors to fill, or the memory of their blocks.
             places: for every block that belongs here, its place in each of `tensors`, as a view.
             kernels: the operations, of which `unpack` is used.
         """
         self.tensors, self._places, self._kernels = tensors, places, kernels
 
-    def contained_tensors(self) -> Sequence[Tensor]:
+    def contained_tensors(self) -> Sequence[Tensor | PackedBlocks]:
         """Return the tensors. `used_on_current_stream` asks for them, to tell the allocator which streams use their
         memory."""
         return self.tensors
@@ -127,22 +170,6 @@ class Target:
         if here:
             parts = [part for block in here for part in blocks[block]]
             self._kernels.unpack(parts, [place for block in here for place in self._places[block]])
-
-
-def blocks_of(x_BTHW: Tensor, sizes: Sequence[int], dim: int, in_turn: bool) -> Sequence[Tensor]:
-    """Return the parts of a tensor, cut along its rows or its heads.
-
-    Args:
-        x_BTHW: the tensor.
-        sizes: number of rows or heads of each part.
-        dim: 1 to cut along rows, 2 along heads.
-        in_turn: True if parts were encoded separately. They then lie one after the other in memory, regardless of the
-            tensor's strides.
-    """
-    if not in_turn:
-        return x_BTHW.split_with_sizes(sizes, dim)
-    B, T, H, W = x_BTHW.shape
-    return views(x_BTHW.view(-1), [(B, size, H, W) if dim == 1 else (B, T, size, W) for size in sizes])
 
 
 def pack(kernels: Kernels, messages: Sequence[Sequence[Payload]], buffers: Sequence[Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cocodiff.comm.transport import RankContext
-from cocodiff.exchange.messages import Blocks, BlockSet, Payload, Target, blocks_of
+from cocodiff.exchange.messages import Blocks, BlockSet, PackedBlocks, Payload, Target, cut_of
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Block
 
@@ -73,14 +73,15 @@ class EncodedCall:
         """
         return Encoded(list(tensors.values()), self.layout)
 
-    def decode(self, received: Mapping[str, Tensor], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
+    def decode(self, received: Mapping[str, Any], rows: slice, ranks: Sequence[int]) -> list[Tensor]:
         """Return the tensors that received payloads stand for, in the same order. This runs on the thread that attends.
 
         Of q, k and v the results are all rows for this rank's heads, [B, S, G, D]. Of OUTPUT they are all heads of this
         rank's rows, [B, L, H, D].
 
         Args:
-            received: the payloads with all their rows, by name.
+            received: the payloads with all their rows, by name: tensors, or `PackedBlocks` if `encode` returns lists of
+                blocks.
             rows: the rows of the payloads that have arrived since the last call.
             ranks: the ranks that the blocks of these rows come from.
         """
@@ -140,7 +141,7 @@ class Outgoing:
         # the layout of the tensors as they are, and the bytes of one token for one head in all of them together
         self._whole = self.layout, sum(len(x) * x.shape[-1] * x.element_size() for x in tensors.values())
         self._encoded: Encoded | None = None
-        self._in_turn = False  # True if blocks are encoded separately and lie one after the other
+        self._separate = False  # True if `call` encodes each block by itself
         self.way = "back" if OUTPUT in tensors else "forward"
         # The ranks that blocks are sent to, and the rows that are given: of this rank's, or of the sequence.
         self._ranks: Sequence[int] = range(len(self.layout.heads))
@@ -164,7 +165,7 @@ class Outgoing:
     def blocks(self) -> BlockSet:
         """Return the tensors as encoded blocks. They are encoded now, unless `encode_now` has done it."""
         (payloads, self.layout), self._encoded = self._encoded or self.encoded(), None
-        self._in_turn = isinstance(payloads[0], list)
+        self._separate = isinstance(payloads[0], list)
         return BlockSet(self.cut(payloads), self.layout, self._whole)
 
     def encoded(self) -> Encoded:
@@ -187,13 +188,16 @@ class Outgoing:
         """
         forward, own, layout = self.way == "forward", self.call.rank, self.layout
         rows, heads = (sum(layout.rows), layout.heads[own]) if forward else (layout.rows[own], sum(layout.heads))
-        received = [here.like.new_empty((len(here.like), rows, heads, width)) for width in here.widths]
-        places = self._by_block(received, forward, self.senders, self._in_turn)
-        return Target(received, places, self.call.kernels)
+        shapes = [(len(here.like), rows, heads, width) for width in here.widths]
+        if self._separate:
+            cut = cut_of(layout, self.senders, by_rows=forward)
+            packed = [PackedBlocks.new(here.like, shape, cut) for shape in shapes]
+            places = self._by_block([one.blocks() for one in packed], forward, self.senders)
+            return Target(packed, places, self.call.kernels)
+        received = [here.like.new_empty(shape) for shape in shapes]
+        return Target(received, self._by_block(received, forward, self.senders), self.call.kernels)
 
-    def _by_block(
-        self, tensors: Sequence[Any], by_rows: bool, ranks: Sequence[int], in_turn: bool = False
-    ) -> dict[Block, tuple[Any, ...]]:
+    def _by_block(self, tensors: Sequence[Any], by_rows: bool, ranks: Sequence[int]) -> dict[Block, tuple[Any, ...]]:
         """Cut each tensor into blocks. Return a mapping from each block to its parts, one for each tensor.
 
         It serves for tensors to be sent, and for tensors that received blocks are put into.
@@ -203,11 +207,9 @@ class Outgoing:
             by_rows: True for blocks of the others' rows and this rank's heads, False for this rank's rows and the
                 others' heads.
             ranks: the rank at the other end of each block, in the order of the blocks in a tensor.
-            in_turn: True if blocks were encoded separately and lie one after the other in memory.
         """
-        own, layout = self.call.rank, self.layout
-        sizes, dim = ([layout.rows[rank] for rank in ranks], 1) if by_rows else (layout.heads, 2)
-        parts = [x if isinstance(x, list) else blocks_of(x, sizes, dim, in_turn) for x in tensors]
+        own, cut = self.call.rank, cut_of(self.layout, ranks, by_rows)
+        parts = [x if isinstance(x, list) else x.split_with_sizes(cut.sizes, cut.dim) for x in tensors]
         blocks = [Block(rank, own) if by_rows else Block(own, rank) for rank in ranks]
         return dict(zip(blocks, zip(*parts, strict=True), strict=True))
 
@@ -221,7 +223,7 @@ class Outgoing:
         target.place(here.blocks)
         return target
 
-    def decode(self, received: Sequence[Tensor], chunk: Sequence[int] | None = None) -> list[Tensor]:
+    def decode(self, received: Sequence[Tensor | PackedBlocks], chunk: Sequence[int] | None = None) -> list[Tensor]:
         """Return the tensors that received payloads stand for, in the order of `names`.
 
         Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocodiff.comm.lane import LaneFuture
 from cocodiff.comm.transport import Pending, RankContext, Transport
-from cocodiff.exchange.messages import BlockSet, Groups, InFlight, SentMessages, Target
+from cocodiff.exchange.messages import BlockSet, Groups, InFlight, PackedBlocks, SentMessages, Target
 from cocodiff.exchange.outgoing import OUTPUT, EncodedCall, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
@@ -25,7 +25,7 @@ from cocodiff.topology.routes.plans import Block, Plan
 
 # A stage of a tensor whose messages were posted. Calling it has the stage's blocks put in place, and returns the future
 # of the tensor that they are put into.
-Stage = Callable[[], LaneFuture[Tensor]]
+Stage = Callable[[], LaneFuture[Tensor | PackedBlocks]]
 # For messages that leave at once, that are passed on, and that are passed on from another node.
 PART_LANES = ("plane", "sibling", "late")
 
@@ -175,7 +175,7 @@ class StagedExchange:
 
     def _land(
         self, number: int, posted: LaneFuture[tuple[Started, InFlight]], passed_on: list[LaneFuture[None]]
-    ) -> Tensor:
+    ) -> Tensor | PackedBlocks:
         """Wait for a stage's messages and put their blocks in place. Return the tensor that the stages fill.
 
         A background thread (lane "landing") runs it.
@@ -245,7 +245,7 @@ class OutputSender:
     def __init__(self, staged: StagedExchange, call: EncodedCall) -> None:
         self._staged, self._call = staged, call
         self._first: Started | None = None
-        self._landed: list[LaneFuture[Tensor]] = []
+        self._landed: list[LaneFuture[Tensor | PackedBlocks]] = []
 
     def push(self, number: int, out_BTGD: Tensor) -> None:
         """Start sending a chunk of the output, and receiving the chunk that other ranks send in the same stage.

@@ -51,7 +51,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from cocodiff_sycl.parts import RUN, TILE, TOKENS, BlockCut, room_of, stream_places
+from cocodiff_sycl.parts import RUN, TILE, TOKENS, BlockCut, room_of, stream_places, width_of
 from torch import Tensor
 
 from cocodiff.kernels.device import kept_for_all_streams
@@ -120,32 +120,32 @@ def encode_lossless(
     known.written.copy_(x_BLHD)
 
 
-def stream_lengths(code_BLHW: Tensor, cut: BlockCut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
+def stream_lengths(firsts: Tensor, cut: BlockCut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor | None:
     """Write the lengths of received streams in bytes to `lengths_N`, from the sizes of their tiles that the streams
     begin with.
 
     Return what else was found, to be passed to `decode_lossless`: None in torch, the beginnings of tiles in SYCL.
 
     Args:
-        code_BLHW: the streams' first parts, block after block, W bytes for each token and head.
+        firsts: the streams' first parts, block after block, uint8; as many bytes for each token and head.
         cut: the cut of the tensor into blocks, one for each sender.
         like_BLHD: a tensor with the shape of the decoded one.
         lengths_N: receives the lengths, int64 [blocks].
     """
-    tiles = cut.tiles(code_BLHW.shape, like_BLHD.shape[-1])
-    for number, part in enumerate(_first_parts(code_BLHW, cut)):
+    tiles = cut.tiles(like_BLHD.shape, like_BLHD.shape[-1])
+    for number, part in enumerate(_first_parts(firsts, cut, like_BLHD)):
         sizes = part[: 2 * tiles[number]].clone().view(torch.int16).to(torch.int64) & 0xFFFF
         lengths_N[number] = 2 * (tiles[number] + sizes.sum())
     return None
 
 
 def decode_lossless(
-    code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor | None, known: Known, cut: BlockCut
+    firsts: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor | None, known: Known, cut: BlockCut
 ) -> None:
     """Decode the streams of all blocks into `known.written`.
 
     Args:
-        code_BLHW: the streams' first parts, as given to `stream_lengths`.
+        firsts: the streams' first parts, as given to `stream_lengths`.
         rests: the streams' second parts, uint8, one after the other in the order of the blocks.
         lengths_N: the streams' lengths in bytes, from `stream_lengths`.
         found: what `stream_lengths` returned.
@@ -155,8 +155,9 @@ def decode_lossless(
     written, lengths, whole, taken = known.written, lengths_N.tolist(), list[Tensor](), 0
     if not written.numel():
         return
-    for part, length, cells in zip(_first_parts(code_BLHW, cut), lengths, cut.cells(code_BLHW.shape), strict=True):
-        first = part[: min(length, room_of(cells, code_BLHW.shape[-1]))]
+    width = width_of(firsts, written)
+    for part, length, cells in zip(_first_parts(firsts, cut, written), lengths, cut.cells(written.shape), strict=True):
+        first = part[: min(length, room_of(cells, width))]
         whole += [first, rests[taken : taken + length - len(first)]]
         taken += length - len(first)
     strips = _strips_of(written.shape, cut, written.device)
@@ -175,15 +176,16 @@ def decode_lossless(
     written.copy_(flat.view(written.dtype).view(written.shape))
 
 
-def _first_parts(code_BLHW: Tensor, cut: BlockCut) -> Sequence[Tensor]:
+def _first_parts(firsts: Tensor, cut: BlockCut, like_BLHD: Tensor) -> Sequence[Tensor]:
     """Return the first part of every block's stream, as views of the received buffer.
 
     Args:
-        code_BLHW: the first parts of all streams, W bytes for each token and head.
+        firsts: the first parts of all streams.
         cut: the cut of the tensor into blocks.
+        like_BLHD: a tensor with the shape of the decoded one.
     """
-    width = code_BLHW.shape[-1]
-    return code_BLHW.flatten().split_with_sizes([count * width for count in cut.cells(code_BLHW.shape)])
+    width = width_of(firsts, like_BLHD)
+    return firsts.flatten().split_with_sizes([count * width for count in cut.cells(like_BLHD.shape)])
 
 
 # One token of all strips ----------------------------------------------------------------------------------------------

@@ -190,9 +190,9 @@ def _streamed(op: str, ops: SyclOps | TorchOps, x_BLHD: Tensor, last_BLHD: Tenso
         return [*found, lengths_N, needed_1, written[0]]
     rooms = [room_of(count, width) for count in cells]
     first = [streams[place : place + count * width] for place, count in zip(places, cells, strict=False)]
-    code_BLHW = torch.cat(first).view(B, L, H, width)
+    firsts = torch.cat(first)
     rests = torch.cat([streams[place + room : end] for place, room, end in zip(places, rooms, ends_at, strict=False)])
-    tiles = ops.stream_lengths(code_BLHW, cut, x_BLHD, found_N)
+    tiles = ops.stream_lengths(firsts, cut, x_BLHD, found_N)
     if op == "decode_lossless":
-        ops.decode_lossless(code_BLHW, rests, found_N, tiles, ends[1], cut)
+        ops.decode_lossless(firsts, rests, found_N, tiles, ends[1], cut)
     return [found_N, written[1]]

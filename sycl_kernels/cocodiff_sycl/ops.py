@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cocodiff_sycl.library import Layouts, Library, Tensors, numbers_of
 from cocodiff_sycl.movement import Pieces, check_rows_exist, packed, placed, scattered, tensors_of
-from cocodiff_sycl.parts import TILE, BlockCut, Rows
+from cocodiff_sycl.parts import TILE, BlockCut, Rows, width_of
 from cocodiff_sycl.plans import LAYOUTS, STREAM_STRIP, TABLES, Plan, Plans
 
 CHECK_INDICES = "COCODIFF_CHECK_INDICES"  # environment variable: check indices on a GPU too
@@ -241,21 +241,22 @@ class SyclOps:
         else:
             lengths_N.zero_()
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: BlockCut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor:
-        plan, _ = self._plans.of(self._plans.stream_lengths, (code_BLHW,), cut, like_BLHD.shape[-1])
+    def stream_lengths(self, firsts: Tensor, cut: BlockCut, like_BLHD: Tensor, lengths_N: Tensor) -> Tensor:
+        plan, _ = self._plans.of(self._plans.stream_lengths, (like_BLHD,), cut, width_of(firsts, like_BLHD))
         begins = self._begins(plan.tiles)
-        given = code_BLHW, None, plan.table, begins, lengths_N, None, None
+        given = firsts, None, plan.table, begins, lengths_N, None, None
         self._launch(plan, 4 * NOWHERE, *given, factors=(0.0,))
         return begins
 
     def decode_lossless(
-        self, code_BLHW: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor, known: Known, cut: BlockCut
+        self, firsts: Tensor, rests: Tensor, lengths_N: Tensor, found: Tensor, known: Known, cut: BlockCut
     ) -> None:
         written_BLHD, last_BLHD, before_BLHD, factor = known
         tensors = last_BLHD, before_BLHD, written_BLHD
-        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, cut, code_BLHW.shape[-1])
+        width = width_of(firsts, written_BLHD)
+        plan, addresses = self._plans.of(self._plans.decode_lossless, tensors, cut, width)
         if plan.tiles:
-            given = code_BLHW, rests, plan.table, found, lengths_N, None, None
+            given = firsts, rests, plan.table, found, lengths_N, None, None
             self._launch(plan, NOWHERE + addresses, *given, factors=(factor,))
 
     def _begins(self, tiles: int) -> Tensor:

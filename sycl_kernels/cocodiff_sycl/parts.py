@@ -99,6 +99,16 @@ class BlockCut(NamedTuple):
         return [-(-count // TILE) for count in strips]
 
 
+def width_of(firsts: Tensor, like_BLHD: Tensor) -> int:
+    """Return the bytes of streams' first parts for each token and head of a tensor; 0 for a tensor without any.
+
+    Args:
+        firsts: the first parts of all its streams, uint8.
+        like_BLHD: a tensor of its shape.
+    """
+    return firsts.numel() // max(1, math.prod(like_BLHD.shape[:3]))
+
+
 def most_bytes(cells: int, head_dim: int) -> int:
     """Return the largest number of bytes that the lossless codec's stream of a block can take.
 

@@ -246,15 +246,15 @@ class Plans:
         places = stream_places(cut.cells(x_BLHD.shape), x_BLHD.shape[-1])
         return self._streams(("code_strips", "join_strips"), tensors, cut, places, 0)
 
-    def stream_lengths(self, code_BLHW: Tensor, cut: BlockCut, head_dim: int) -> Plan:
+    def stream_lengths(self, like_BLHD: Tensor, cut: BlockCut, width: int) -> Plan:
         """Return the plan of `stream_lengths`.
 
         Args:
-            code_BLHW: the streams' first parts, block after block in memory regardless of its strides.
+            like_BLHD: a tensor with the shape of the decoded one.
+            cut: the cut of that tensor into blocks.
+            width: bytes of a stream's first part for each token and head.
         """
-        B, T, H, W = code_BLHW.shape
-        like_BLHD = torch.empty(1, dtype=torch.bfloat16).expand(B, T, H, head_dim)
-        return self._streams(("stream_begins",), (None, None, None, like_BLHD), cut, None, W)
+        return self._streams(("stream_begins",), (None, None, None, like_BLHD), cut, None, width)
 
     def decode_lossless(
         self, last_BLHD: Tensor | None, before_BLHD: Tensor | None, written_BLHD: Tensor, cut: BlockCut, width: int
