@@ -28,13 +28,12 @@ from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.models.adapter import image_and_text
-from cocodiff.planner.calibrate import Constants, PlannedAllToAll
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.decisions import Decisions, without_seldom
 from cocodiff.planner.layers import plan_layers, plan_step
 from cocodiff.planner.memory import block_parameters
 from cocodiff.planner.roofline import cost_of, roofline, seconds, started
-from cocodiff.planner.traffic import stages_of
+from cocodiff.planner.traffic import Constants, PlannedAllToAll, stages_of
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import Mesh
 
@@ -230,7 +229,7 @@ def at_rates(machine: Machine, efficiency: float) -> Machine:
 def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(efficiency, hidden):
     """Of layers that follow one another, in flat exchange and joint order, where nothing else hides a message: as long
     as they compute, or as long as their bytes are on the way."""
-    decisions = Decisions("none", "taylor", 0.04, "a test", ((("", 1.0),), (("", 0.5), ("qkvo", 0.5))))
+    decisions = Decisions("none", "taylor", 0.04, "a test", [{"": 1.0}, {"": 0.5, "qkvo": 0.5}])
     config = Config(exchange="flat", arrival="adaptive", fine_steps=0)
     shape = ModelShape("a layer", heads=24, head_dim=64, joint_layers=1, parameters=10**6, text_tokens=24)
     topology = Topology.build(at_rates(CARDS, efficiency), 4)
@@ -247,7 +246,7 @@ def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(effici
 
 
 def test_recorded_decisions_are_stretched_over_other_runs_and_seldom_ones_wait_for_more():
-    rows = ((("", 1.0),), (("q", 0.01), ("qkvo", 0.99)), (("qkv", 1.0),), (("", 1.0),))
+    rows = [{"": 1.0}, {"q": 0.01, "qkvo": 0.99}, {"qkv": 1.0}, {"": 1.0}]
     decisions = Decisions("none", "taylor", 0.04, "a test", rows)
     assert [list(step) for step in decisions.over(7)] == [[""], [""], ["q", "qkvo"], *[["qkv"]] * 3, [""]]
     assert without_seldom(decisions.over(4))[1] == {"": 0.01, "qkvo": 0.99}

@@ -24,7 +24,7 @@ from cocodiff.planner.choice import MARGIN, Division, choose, shared_weights, un
 from cocodiff.planner.decisions import read_decisions
 from cocodiff.planner.memory import mib
 from cocodiff.topology import Topology
-from cocodiff.topology.axes import Partition
+from cocodiff.topology.axes import Partition, partitions_of
 
 SIDE = 1024  # pixels of an image's side by default
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
@@ -127,16 +127,18 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
     shape = load_shape(values["model"])
     video = video_of(values, shape)
     case, choice = case_of(values, shape, video), None
-    if line := replicas_line(case):
-        say(line)
-    if values["images"] is not None:
+    report.say_all(replicas_line(case))
+    pinned = None if case.config.guidance_parallel == "auto" else int(case.config.guidance_parallel)
+    if values["images"] is None:  # all ranks make one image, guidance in two halves where their number is even
+        halves = 2 if case.topology.size % 2 == 0 else 1
+        partition = Partition(1, (pinned or halves) if case.guides else 1)
+    else:
         batches = -(-values["images"] // values["batch"])
-        choice = choose([case], values["images"], batches, None, report.pinned_guidance(case.config))
-    partition = report.one_replica(case) if choice is None else choice.taken.partition
+        choice = choose([case], values["images"], batches, partitions_of(case.topology.size, case.guides, None, pinned))
+        partition = choice.taken.partition
     if case.config.weights == "auto":
         case = with_weights_chosen(case, partition)
-        for line in shared_weights(case.config):
-            say(line)
+        report.say_all(shared_weights(case.config))
     division = Division(partition, [case])
     memory, why = report.memory_of(division, video)
     plan |= {"case": report.record_of(division, values, video)} | memory
@@ -145,12 +147,11 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
         plan |= report.partitions_of_job(choice)
         table = report.partitions_table(plan["deals"]) if values["compare"] else []
         say("\n".join([*table, choice.line()]))
-    elif case.config.guidance_parallel == 2 and not case.guides:
+    elif pinned == 2 and not case.guides:
         say(f"guidance_parallel 2: {shape.name} computes one branch, on all ranks")
     elif partition.guidance > 1:
-        say(
-            f"guidance_parallel {partition.guidance}: each branch on {case.topology.size // partition.guidance} rank(s)"
-        )
+        each = case.topology.size // partition.guidance
+        say(f"guidance_parallel {partition.guidance}: each branch on {each} rank(s)")
     unknown = None if values["memory"] else untimed(case.topology.machine)
     if unknown is not None:
         say(unknown)
@@ -158,22 +159,22 @@ def run_plan(values: dict[str, Any], plan: dict[str, Any], folder: Path | None) 
         report.add_times(values, division, plan, folder)
 
 
-def replicas_line(case: Case) -> str:
-    """Return a line for the user saying that each rank has memory for the whole run, so that replicas of one rank need
-    no exchange.
+def replicas_line(case: Case) -> list[str]:
+    """Return the line that says that each rank has memory for the whole run, so that replicas of one rank need no
+    exchange, in a list.
 
-    Return "" if the memory does not suffice or is not known, and if there is only one rank.
+    Return an empty list if the memory does not suffice or is not known, and if there is only one rank.
     """
     ranks, config = case.topology.size, engine_record().preset("flat", guidance_parallel=1, weights="whole")
     if ranks == 1 or not case.tile:
-        return ""
+        return []
     need = Division(Partition(ranks, 1), [replace(case, config=config)]).need.total
     if need + MARGIN > case.tile:
-        return ""
-    return (
+        return []
+    return [
         f"each rank has memory for the whole run ({mib(need)} of {mib(case.tile)} MiB): for {ranks} images or more, as "
         f"slices of a scan, {ranks} replicas of one rank need no exchange at all (--images N plans a job)"
-    )
+    ]
 
 
 def topology_of(values: dict[str, Any]) -> Topology:
@@ -228,8 +229,6 @@ def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
     config = engine_record().preset(values["preset"], **engine_settings(values)).with_(image_tokens=image)
     batch, itemsize = values["batch"] * shape.rows_per_image, DTYPES[values["dtype"]]
     call = image_and_text(image, text), batch, itemsize, branches
-    apart, decisions = (
-        None if negative is None else image_and_text(image, negative),
-        read_decisions(values["decisions"]),
-    )
+    apart = None if negative is None else image_and_text(image, negative)
+    decisions = read_decisions(values["decisions"])
     return Case(shape, topology_of(values), config, *call, values["steps"], apart, values["stable"], decisions)

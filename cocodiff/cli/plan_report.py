@@ -24,19 +24,19 @@ from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import IMAGE, TEXT
 from cocodiff.models.family import Video
 from cocodiff.planner.automatic import price_meshes
-from cocodiff.planner.beliefs import WORTH_SAYING, choices_of, ends_of, pays, turning_points, uncoded
 from cocodiff.planner.case import Case
-from cocodiff.planner.choice import Choice, Division
+from cocodiff.planner.choice import Choice, Division, choices_of, ends_of, pays, turning_points, uncoded
 from cocodiff.planner.decisions import as_file, decisions_of
 from cocodiff.planner.layers import SITES, StepPlan, plan_layers
 from cocodiff.planner.memory import KEPT, MIB, Peaks, RankMemory, add, largest_batch, mib, misfit, size_peaks, size_run
 from cocodiff.topology import Topology
-from cocodiff.topology.axes import Axes, Partition
+from cocodiff.topology.axes import Axes
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.plans import Phase, plan_of
 
 Document = dict[str, Any]  # a part of plan.json, from which the printed lines are made
 PEERS_SHOWN = 6  # messages of one phase that are printed
+WORTH_SAYING = 0.1  # an end of a range that changes a step by a smaller share of it is not reported
 COLOURS = ("#4e79a7", "#f28e2b", "#76b7b2", "#59a14f", "#edc948", "#e15759")
 GIGABYTES = [f"{link} GB" for link in LINK_CLASSES]
 FITS = {True: "yes", False: "no", None: "unknown"}
@@ -65,22 +65,13 @@ def record_of(division: Division, values: dict[str, Any], video: Video) -> Docum
     """
     (case,), partition = division.cases, division.partition
     shape, topology = case.shape, case.topology
-    return {
-        "model": shape.name,
-        "size": values["size"],
-        **({} if shape.video is None else {name: getattr(video, name) for name in ("frames", "height", "width")}),
-        "batch": values["batch"],
-        "image_tokens": case.tokens(IMAGE),
-        "text_tokens": case.tokens(TEXT),
-        "branches": case.branches,
-        "dtype": values["dtype"],
-        "preset": values["preset"],
-        "machine": topology.machine.name,
-        "nodes": topology.nodes,
-        "ranks": topology.size,
-        "replicas": partition.replicas,
-        "guidance_parallel": partition.guidance,
-    }
+    told: Document = {"model": shape.name, "size": values["size"]}
+    if shape.video is not None:
+        told |= {"frames": video.frames, "height": video.height, "width": video.width}
+    told |= {"batch": values["batch"], "image_tokens": case.tokens(IMAGE), "text_tokens": case.tokens(TEXT)}
+    told |= {"branches": case.branches, "dtype": values["dtype"], "preset": values["preset"]}
+    told |= {"machine": topology.machine.name, "nodes": topology.nodes, "ranks": topology.size}
+    return told | {"replicas": partition.replicas, "guidance_parallel": partition.guidance}
 
 
 def memory_of(division: Division, video: Video) -> tuple[dict[str, Any], str | None]:
@@ -95,26 +86,19 @@ def memory_of(division: Division, video: Video) -> tuple[dict[str, Any], str | N
         video: the size of the video or image.
     """
     (case,), (replicas, guidance), parts = division.cases, division.partition, [*chain(*division.parts[0])]
-    topology, shape = case.topology, case.shape
-    branches = chain(*Axes.build(topology, replicas, guidance).branches)
-    of_ranks: dict[int, tuple[RankMemory, RankMemory]] = {}
-    for ranks, part in zip(branches, parts, strict=True):
+    topology, tile, of_ranks = case.topology, case.tile, dict[int, tuple[RankMemory, RankMemory]]()
+    for ranks, part in zip(chain(*Axes.build(topology, replicas, guidance).branches), parts, strict=True):
         one_site = replace(part.shape, joint_layers=1, parallel_layers=0, image_layers=0)
         site = replace(part, shape=one_site, branches=1, known_mesh=part.mesh)
         of_ranks |= zip(ranks, zip(size_run(part), size_run(site), strict=True), strict=True)
     rank, site_there = max(of_ranks.values(), key=lambda sizes: sizes[0].total)
-    on_nodes = [[of_ranks[rank][0] for rank in ranks] for ranks in topology.on_node.values()]
-    node, tile = max(map(add, on_nodes), key=lambda node: node.total), case.tile
-    why = misfit(rank, tile)
-    batch = max(1, case.batch // shape.rows_per_image)
-    peaks = size_peaks(shape, topology, video, batch, case.itemsize, replicas)
+    on_nodes = [add([of_ranks[rank][0] for rank in ranks]) for ranks in topology.on_node.values()]
+    node, why = max(on_nodes, key=lambda node: node.total), misfit(rank, tile)
+    batch = max(1, case.batch // case.shape.rows_per_image)
+    peaks = size_peaks(case.shape, topology, video, batch, case.itemsize, replicas)
+    sizes: Document = {"site": in_mib(site_there, (*KEPT, "cache")), "rank": in_mib(rank, ROWS.values())}
     told = {
-        "memory_mib": {
-            "site": in_mib(site_there, (*KEPT, "cache")),
-            "rank": in_mib(rank, ROWS.values()),
-            "node": in_mib(node, ROWS.values()),
-            "tile": None if tile is None else tile / MIB,
-        },
+        "memory_mib": {**sizes, "node": in_mib(node, ROWS.values()), "tile": None if tile is None else tile / MIB},
         "fits": None if tile is None else why is None,
         "largest_batch": None if tile is None else min(largest_batch(part, tile) for part in parts),
         "peaks_mib": None if peaks is None else peaks_in_mib(peaks, rank, tile, ranks_of_node(topology)),
@@ -144,19 +128,13 @@ def peaks_in_mib(peaks: Peaks, rank: RankMemory, tile: int | None, ranks: int) -
         tile: bytes of memory on the tile of a GPU card that a rank has; None if not known.
         ranks: number of ranks on the node that has most.
     """
-    of_vae = {}
-    for how, peak in peaks.of_vae.items():
-        when, need = peaks.fullest(rank, how)
-        of_vae[how] = {
-            "encoding_rank": peak.encoding / MIB,
-            "encoding_node": peak.encoding * ranks / MIB,
-            "decoding_rank": peak.decoding / MIB,
-            "decoding_node": peak.decoding * peak.decoders / MIB,
-            "decoders_node": peak.decoders,
-            "fullest_rank": need / MIB,
-            "fullest_when": when,
-            "fits": None if tile is None else need <= tile,
-        }
+    of_vae: dict[str, Document] = {}
+    for how, (encoding, decoding, decoders) in peaks.of_vae.items():
+        when, need = max(peaks.of_rank(rank, how).items(), key=lambda phase: phase[1])
+        told: Document = {"encoding_rank": encoding / MIB, "encoding_node": encoding * ranks / MIB}
+        told |= {"decoding_rank": decoding / MIB, "decoding_node": decoding * decoders / MIB, "decoders_node": decoders}
+        told |= {"fullest_rank": need / MIB, "fullest_when": when, "fits": None if tile is None else need <= tile}
+        of_vae[how] = told
     return {"text_encoders": peaks.encoders / MIB, "vae_weights": peaks.vae / MIB, "vae": of_vae}
 
 
@@ -208,21 +186,6 @@ def ranks_of_node(topology: Topology) -> int:
 
 
 # Partitions of a job's ranks -----------------------------------------------------------------------------------------
-
-
-def pinned_guidance(config: Config) -> int | None:
-    """Return the number of guidance branches that the setting `guidance_parallel` fixes; None for auto."""
-    return None if config.guidance_parallel == "auto" else int(config.guidance_parallel)
-
-
-def one_replica(case: Case) -> Partition:
-    """Return the division of all ranks as a single replica, with as many guidance branches as the engine would choose
-    by `guidance_parallel`.
-
-    "auto" stands for 2 if the model has two branches and the number of ranks is even.
-    """
-    wanted = pinned_guidance(case.config) or (2 if case.topology.size % 2 == 0 else 1)
-    return Partition(1, wanted if case.guides else 1)
 
 
 def partitions_of_job(choice: Choice) -> Document:
@@ -303,34 +266,28 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
     plan["time"] = step
     work = AttentionWork(case.shape.heads, case.shape.head_dim)
     codec = with_codec_chosen(case.config, first.topology, work)[1]
-    if codec is not None:
-        say(codec)
-    say("\n".join(summary(step)))
+    say_all([*filter(None, [codec]), *summary(step)])
     if config.selection == "full" and not config.exact_attention:
         plan["without_codec"] = step_json(uncoded(division))
         what = [name for name, plain in ((config.codec, "none"), (config.arrival, "now")) if name != plain]
-        say(beside(step, plan["without_codec"], " and ".join(what)))
-        say_all(limits_of_codec(division))
+        say_all([beside(step, plan["without_codec"], " and ".join(what)), *limits_of_codec(division)])
     replayed = decisions_of(config, case.steps, case.decisions) if topology.size > 1 else None
+    title = None if replayed is None else replayed.title()
     if replayed is not None:
-        say(f"displaced as in a recorded run, {replayed.title()}")
+        say(f"displaced as in a recorded run, {title}")
         if folder is not None:
             (folder / "decisions.yaml").write_text(as_file(*(case.decisions or [replayed])))
-    plan["assumed"] = {
-        **case.latencies._asdict(),
-        "stable": case.stable if config.schedule == "threshold" else None,
-        "decisions": None if replayed is None else replayed.title(),
-    }
+    stable = case.stable if config.schedule == "threshold" else None
+    plan["assumed"] = {**case.latencies._asdict(), "stable": stable, "decisions": title}
     if values["explain"]:
         told = explain(first)
-        say("\n".join(told))
+        say_all(told)
         if folder is not None:
             (folder / "explain.txt").write_text("\n".join(told) + "\n")
     plan["beliefs"] = rows = at_both_ends(division)
     say_all(ends_table(rows, step["step_s"], choices_of(division), topology.machine.name))
     if values["compare"] and values["images"] is None:
-        rows = compare(division, values["machine"], {values["preset"]: step})
-        plan["compare"] = rows
+        plan["compare"] = rows = compare(division, values["machine"], {values["preset"]: step})
         say_all([*compared(rows), *(fastest_at_ends(division, values["machine"], rows) if topology.size > 1 else [])])
         if folder is not None:
             sides = "" if values["size"] is None else f" {values['size']}x{values['size']}"
@@ -341,14 +298,9 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
 
 def step_json(step: StepPlan) -> Document:
     """Return the predicted costs of a step as a section of plan.json, by name."""
-    times = ("step_s", "image_s", "steps", "compute_s", "communication_share")
-    return {
-        **{name: getattr(step, name) for name in times},
-        "host_waits": step.waits,
-        "bytes_per_step": step.bytes,
-        "bytes_per_image": step.of_image(step.bytes),
-        "output_bytes_per_step": step.outputs,
-    }
+    names = ("step_s", "image_s", "steps", "compute_s", "communication_share")
+    told = {name: getattr(step, name) for name in names} | {"host_waits": step.waits, "bytes_per_step": step.bytes}
+    return told | {"bytes_per_image": step.of_image(step.bytes), "output_bytes_per_step": step.outputs}
 
 
 def summary(step: Document) -> list[str]:
@@ -400,13 +352,8 @@ def at_both_ends(division: Division) -> list[Document]:
     seconds, and mesh and codec in words. Ends that are the file's own value have no row.
     """
     return [
-        {
-            "belief": end.belief.name,
-            "value": end.value,
-            "step_s": end.division.steps[0].step_s,
-            "choices": choices_of(end.division),
-        }
-        for end in ends_of(division)
+        {"belief": belief.name, "value": value, "step_s": there.steps[0].step_s, "choices": choices_of(there)}
+        for belief, _, value, there in ends_of(division)
     ]
 
 
@@ -424,10 +371,7 @@ def ends_table(rows: Sequence[Document], step_s: float, choices: str, machine: s
     for row in rows:
         ratio, other = row["step_s"] / step_s, row["choices"] if row["choices"] != choices else ""
         if other or abs(ratio - 1) > WORTH_SAYING:
-            cells = [row["belief"], f"{row['value']:g}", f"{row['step_s'] * 1e3:.1f}", f"{ratio:.2f}", other]
-            table.append(cells)
-    if not rows:
-        return []
+            table.append([row["belief"], f"{row['value']:g}", f"{row['step_s'] * 1e3:.1f}", f"{ratio:.2f}", other])
     rest = sorted({row["belief"] for row in rows} - {cells[0] for cells in table})
     lines = aligned(table, "<>>><") if len(table) > 1 else []
     small = f"a step changes by less than {WORTH_SAYING:.0%} over what is believed of {', '.join(rest)} on {machine}"
@@ -440,8 +384,8 @@ def limits_of_codec(division: Division) -> list[str]:
     gains = pays(division)
     then = "costs time" if gains else "pays"
     return [
-        f"that hangs on {end.belief.name} ({end.believed:g}): {end.side} {at:.3g} it {then}"
-        for end, at in turning_points(division, pays)
+        f"that hangs on {belief.name} ({believed:g}): {'below' if value < believed else 'above'} {at:.3g} it {then}"
+        for (belief, believed, value, _), at in turning_points(division, pays)
     ]
 
 
@@ -467,11 +411,10 @@ def compare(division: Division, machine: str, known: Mapping[str, Document]) -> 
         rows.append(row)
         try:
             step, need = known.get(name) or step_json(of_preset.steps[0]), of_preset.need
+            row |= step | {"rank_mib": need.total / MIB, "fits": of_preset.fits}
+            row["over_flat"] = rows[0].get("step_s", step["step_s"]) / step["step_s"]
         except UserError as error:
             row["error"] = str(error)
-            continue
-        row |= step | {"rank_mib": need.total / MIB, "fits": of_preset.fits}
-        row["over_flat"] = rows[0].get("step_s", step["step_s"]) / step["step_s"]
     return rows
 
 
@@ -488,21 +431,20 @@ def fastest_at_ends(division: Division, machine: str, rows: Sequence[Document]) 
     for end in ends_of(division):
         there = fastest(compare(end.division, machine, {}))
         if there != now:
-            names, usual = (" and ".join(dict.fromkeys(presets)) for presets in (there, now))
-            lines.append(f"fastest with {end.belief.name} {end.value:g}: {names}, not {usual}")
+            lines.append(f"fastest with {end.belief.name} {end.value:g}: {there}, not {now}")
     return lines
 
 
-def fastest(rows: Sequence[Document]) -> tuple[str, str]:
-    """Return (the name of the fastest exact preset, the name of the fastest of all presets).
+def fastest(rows: Sequence[Document]) -> str:
+    """Return the names of the fastest exact preset and of the fastest of all presets, as "flat and ahead"; one name if
+    they are the same preset.
 
     Args:
         rows: the section "compare" of plan.json.
     """
     timed = [row for row in rows if "step_s" in row]
     exact = [row for row in timed if row["exact"]]
-    first, any_of_all = (min(some, key=lambda row: row["step_s"])["preset"] for some in (exact, timed))
-    return first, any_of_all
+    return " and ".join(dict.fromkeys(min(some, key=lambda row: row["step_s"])["preset"] for some in (exact, timed)))
 
 
 def compared(rows: Sequence[Document]) -> list[str]:
@@ -540,8 +482,7 @@ def explain(case: Case) -> list[str]:
             about = named(call, case.config)
             lines.append(f"layer {kind.name}, {about}: {plan.seconds * 1e3:.3f} ms; ms from its start:")
             for span in sorted(plan.spans, key=lambda span: (span.start_s, span.end_s)):
-                when = f"{span.start_s * 1e3:9.3f} to {span.end_s * 1e3:9.3f}"
-                lines.append(f"  {when}  {span.lane:<8} {span.name}")
+                lines.append(f"  {span.start_s * 1e3:9.3f} to {span.end_s * 1e3:9.3f}  {span.lane:<8} {span.name}")
     return lines + messages(case)
 
 
@@ -578,8 +519,7 @@ def messages(case: Case) -> list[str]:
         return lines
     layout = case.mesh.layouts(case.segments, case.shape.heads)[group]
     cell = case.batch * case.codec.sent_bytes(case.shape.head_dim, case.itemsize)
-    names = list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]
-    for name in names:
+    for name in list(EXCHANGES) if case.config.exchange == "auto" else [case.config.exchange]:
         for number, phase in enumerate(plan_of(topology, slot, name, case.config.nic_balance), 1):
             lines.append(f"rank 0, {name}, phase {number} of q, k or v, lane {phase.lane}:")
             lines += sends(phase, topology, slot, layout, cell)

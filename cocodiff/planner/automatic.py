@@ -9,7 +9,6 @@ layer (`layers.py`).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -37,6 +36,7 @@ GAIN = 1.02  # a longer ring or a coarser codec is chosen if the others take lon
 # The part of a run's tensors that attention waits for: those of the first and the last steps of 50, and with `adaptive`
 # the part in a recorded run of the embedded model.
 AWAITED = {"now": 1.0, "displaced": 0.06, "adaptive": 0.3}
+Call = tuple[int, int, int]  # batch, bytes of an element and guidance branches of a call of the model
 
 
 class PricedMesh(NamedTuple):
@@ -140,13 +140,7 @@ def choose_codec(config: Config, topology: Topology, work: AttentionWork) -> tup
 
 
 def check_room(
-    model: nn.Module,
-    family: Family,
-    ranks: SequenceRanks,
-    call: tuple[int, int, int],
-    device: Any,
-    on_node: int,
-    held: int,
+    model: nn.Module, family: Family, ranks: SequenceRanks, call: Call, device: Any, on_node: int, held: int
 ) -> None:
     """Raise UserError if this rank lacks the memory for a run: activations, and what is kept between calls.
 
@@ -169,7 +163,7 @@ def check_room(
     config: Any = model.config
     shape = shape_of_config(family, config, sum(x.numel() for x in stored))
     case = Case(shape, ranks.topology, ranks.config, ranks.segments, *call, known_mesh=ranks.mesh)
-    need = replace(size_run(case)[ranks.rank], weights=weights, library=0)
+    need = size_run(case)[ranks.rank]._replace(weights=weights, library=0)
     check_fits(need, free + weights + held, f"rank {ranks.rank} on {device}")
 
 
@@ -185,11 +179,8 @@ def check_room_for_layers(layers: int, qkv: LazyQKV, ranks: SequenceRanks, on_no
         on_node: number of ranks that share the node's memory.
     """
     q_BLHD = qkv.q()
-    free = free_memory(q_BLHD.device, on_node)
-    if free is None:
-        return
     shape = ModelShape("layers", qkv.heads, q_BLHD.shape[-1], layers, 1)
     config, call = ranks.config.with_(step_cache="none"), (len(q_BLHD), q_BLHD.element_size())
     case = Case(shape, ranks.topology, config, qkv.segments, *call, known_mesh=ranks.mesh)
-    kept = run_cache(case)[ranks.rank]
-    check_fits(kept, free, f"rank {ranks.rank} on {q_BLHD.device}")
+    free = free_memory(q_BLHD.device, on_node)
+    check_fits(run_cache(case)[ranks.rank], free, f"rank {ranks.rank} on {q_BLHD.device}")

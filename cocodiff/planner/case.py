@@ -112,20 +112,11 @@ def shape_of_config(family: Family, config: Mapping[str, Any], parameters: int) 
         config: the transformer's config.
         parameters: number of elements of its weights.
     """
-    mlp_ratio = config.get("mlp_ratio", 4.0)
-    if "ffn_dim" in config:
-        mlp_ratio = config["ffn_dim"] / (config["num_attention_heads"] * config["attention_head_dim"])
-    return ModelShape(
-        name=family.class_name,
-        heads=config["num_attention_heads"],
-        head_dim=config["attention_head_dim"],
-        joint_layers=config["num_layers"],
-        parallel_layers=config.get("num_single_layers", 0),
-        image_layers=len(config.get("dual_attention_layers") or ()),
-        mlp_ratio=mlp_ratio,
-        parameters=parameters,
-        **family.shape_facts(config),
-    )
+    heads, head_dim, hidden = config["num_attention_heads"], config["attention_head_dim"], config.get("ffn_dim")
+    mlp_ratio = config.get("mlp_ratio", 4.0) if hidden is None else hidden / (heads * head_dim)
+    layers = {"joint_layers": config["num_layers"], "parallel_layers": config.get("num_single_layers", 0)}
+    facts = family.shape_facts(config) | layers | {"image_layers": len(config.get("dual_attention_layers") or ())}
+    return ModelShape(family.class_name, heads, head_dim, parameters=parameters, mlp_ratio=mlp_ratio, **facts)
 
 
 def coded_layers(shape: ModelShape, state_layers: int | None) -> tuple[int, int, int]:
@@ -217,8 +208,7 @@ class Case:
         `branches`."""
         if self.negative is None or self.branches == 1:
             return [self]
-        last = replace(self, branches=1, segments=self.negative, negative=None)
-        return [replace(self, branches=self.branches - 1, negative=None), last]
+        return [self.of_branch(0), self.of_branch(1)]
 
     @property
     def alike(self) -> Hashable:

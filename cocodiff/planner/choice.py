@@ -9,26 +9,26 @@ each rank sends its branch's whole output to its partner in the other branch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import chain, product
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cocodiff.comm.trace import LINK_CLASSES
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.config.machine import Machine
+from cocodiff.config.machine import Belief, Machine
 from cocodiff.engine.assemble import AttentionWork, codec_class, with_codec_chosen
 from cocodiff.models.adapter import IMAGE
 from cocodiff.planner.case import Case, coded_layers
 from cocodiff.planner.layers import StepPlan, plan_step
 from cocodiff.planner.memory import RankMemory, block_parameters, check_fits, fullest, misfit
 from cocodiff.planner.traffic import Traffic, Wires, total
-from cocodiff.topology.axes import Axes, Mesh, Partition, partitions_of
+from cocodiff.topology.axes import Axes, Mesh, Partition
 
 OUTPUT_CHANNELS = 64  # channels of an image token at a model's exit: 16 of 2 x 2 latent pixels (FLUX.2: 128)
 SAME = 1.001  # times whose ratio is less are taken as equal
@@ -142,12 +142,10 @@ def outputs_of(case: Case, partition: Partition) -> tuple[float, dict[str, float
     """
     if partition.guidance == 1:
         return 0.0, dict.fromkeys(LINK_CLASSES, 0.0)
-    topology, own = case.topology, case.of_branch(0)
-    axes = Axes.build(topology, replica=partition.replicas, guidance=partition.guidance)
+    topology, own, traffic = case.topology, case.of_branch(0), Traffic(Wires(case.topology))
     size = own.batch * own.tokens(IMAGE) * OUTPUT_CHANNELS * own.itemsize
-    ranks, traffic = range(topology.size), Traffic(Wires(topology))
-    partners_P = np.array([sum(axes.partners(rank)) - rank for rank in ranks])
-    traffic.send(np.array(ranks), partners_P, np.full(len(ranks), size))
+    branches_RGN = np.array(Axes.build(topology, *partition).branches)  # ranks of each replica's two branches
+    traffic.send(branches_RGN.ravel(), branches_RGN[:, ::-1].ravel(), np.full(topology.size, size))
     outputs = {link: count / partition.replicas for link, count in traffic.bytes.items()}
     return traffic.seconds() + case.latencies.latency_s, outputs
 
@@ -195,7 +193,7 @@ class Division:
             slowest = max(plans, key=lambda plans: max(plan.step_s for plan in plans))
             longer = max(slowest, key=lambda plan: plan.step_s)
             outputs_s, outputs = outputs_of(case, self.partition)
-            sent = total(plan.bytes for plan in slowest)
+            sent = total([plan.bytes for plan in slowest])
             found.append(replace(longer, step_s=longer.step_s + outputs_s, bytes=sent, outputs=outputs))
         return found
 
@@ -220,12 +218,12 @@ class Division:
     @property
     def bytes_per_image(self) -> dict[str, float]:
         """The predicted bytes that a replica's ranks send for one batch, by link class, summed over presets."""
-        return total(step.of_image(step.bytes) for step in self.steps)
+        return total([step.of_image(step.bytes) for step in self.steps])
 
     @property
     def output_bytes_per_image(self) -> dict[str, float]:
         """The predicted bytes that guidance branches exchange for one batch, by link class, summed over presets."""
-        return total(step.of_image(step.outputs) for step in self.steps)
+        return total([step.of_image(step.outputs) for step in self.steps])
 
     @property
     def first_s(self) -> float:
@@ -245,14 +243,9 @@ class Division:
         return None if tile is None else misfit(self.need, tile) is None
 
     @property
-    def rounds(self) -> int:
-        """The largest number of batches that one replica makes."""
-        return ceil(self.batches / self.partition.replicas)
-
-    @property
     def job_s(self) -> float:
         """The predicted seconds of denoising in the whole job, on the replica that makes most batches."""
-        return self.rounds * self.image_s + self.first_s
+        return ceil(self.batches / self.partition.replicas) * self.image_s + self.first_s
 
     @property
     def images_per_hour(self) -> float:
@@ -271,24 +264,19 @@ class Division:
         return told + (f" ({' x '.join(axes)})" if axes else "")
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The partition that was chosen for a job, and the others that were compared with it."""
 
     taken: Division  # the chosen division of the ranks; it does not fit the memory if none does
     following: Division | None  # the next best division; None if there is no other, or no times
     listed: list[Division]  # all possible divisions, in the order of `partitions_of`
     refused: dict[Partition, UserError]  # the impossible partitions, with the error that says why
+    reason: str | None  # sentence that says why no times are predicted for the machine; None if they are
 
     @property
     def machine(self) -> Machine:
         """The machine that the job runs on."""
         return self.taken.mesh.topology.machine
-
-    @property
-    def reason(self) -> str | None:
-        """The sentence that says why no times are predicted for the machine; None if they are."""
-        return untimed(self.machine)
 
     def check_fits(self) -> None:
         """Raise UserError if no partition fits the memory of a rank. The message has the needs of the chosen one."""
@@ -321,14 +309,7 @@ def _seconds(one: Division) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
-def choose(
-    cases: Sequence[Case],
-    images: int,
-    batches: int,
-    replicas: int | None = None,
-    guidance: int | None = None,
-    least: int = 1,
-) -> Choice:
+def choose(cases: Sequence[Case], images: int, batches: int, partitions: Sequence[Partition]) -> Choice:
     """Choose the partition of a job's ranks: of those that fit the memory, the one with the least predicted time.
 
     If the machine gives no rates, replicas come first, up to one for each batch, then guidance. Raise UserError if no
@@ -338,14 +319,11 @@ def choose(
         cases: one model's case on all ranks for each preset; their times add up.
         images: number of images of a preset.
         batches: number of calls of the pipeline that make these images.
-        replicas: the number of replicas; None to try all.
-        guidance: the number of guidance branches that are computed apart; None to try 1 and 2.
-        least: least number of ranks that share a sequence.
+        partitions: the divisions of the ranks to compare, at least one, as `partitions_of` returns them.
     """
-    topology, guides = cases[0].topology, any(case.guides for case in cases)
     refused: dict[Partition, UserError] = {}
     sized: list[Division] = []
-    for partition in partitions_of(topology.size, guides, replicas, guidance, least):
+    for partition in partitions:
         one = Division(partition, cases, images, batches)
         try:
             _ = one.need
@@ -353,18 +331,18 @@ def choose(
             sized.append(one)
         except UserError as error:
             refused[partition] = error
-    reason = untimed(topology.machine)
+    reason, useful = untimed(cases[0].topology.machine), max(batches, min(one.replicas for one in partitions))
     # Without times: raise if there are more ranks than replicas for these images can use.
-    if not sized or (reason and refused and min(one.partition.replicas for one in sized) > max(batches, replicas or 1)):
+    if not sized or (reason and refused and min(one.partition.replicas for one in sized) > useful):
         raise next(iter(refused.values()))
     able = [one for one in sized if one.fits is not False]
     if reason or not able:
         taken = by_rule(able) if able else min(sized, key=lambda one: one.need.total)
-        return Choice(taken, None, sized, refused)
+        return Choice(taken, None, sized, refused, reason)
     able.sort(key=lambda one: one.job_s)
     near = [one for one in able if one.job_s <= SAME * able[0].job_s]
     taken = max(near, key=lambda one: (one.partition, -one.mesh.ring))
-    return Choice(taken, next((one for one in able if one is not taken), None), sized, refused)
+    return Choice(taken, next((one for one in able if one is not taken), None), sized, refused, reason)
 
 
 def by_rule(sized: Sequence[Division]) -> Division:
@@ -376,3 +354,85 @@ def by_rule(sized: Sequence[Division]) -> Division:
     """
     most = max(sized[0].batches, min(one.partition.replicas for one in sized))
     return max((one for one in sized if one.partition.replicas <= most), key=lambda one: one.partition)
+
+
+# What is believed of the machine --------------------------------------------------------------------------------------
+
+HALVINGS = 7  # of a range, to find the value at which a choice changes
+
+
+class RangeEnd(NamedTuple):
+    """The plan of a job if one unmeasured value of the machine file is at an end of its range."""
+
+    belief: Belief  # the value that was not measured, with its range
+    believed: float  # the file's value
+    value: float  # the value at this end of the range
+    division: Division  # the plan with that value
+
+
+def with_value(division: Division, name: str, value: float) -> Division:
+    """Return the plan of the same job on a machine with another number of its links or device.
+
+    Args:
+        division: the plan on the machine as its file describes it.
+        name: name of the field of `Links` or `Device`.
+        value: the other number, in the field's unit.
+    """
+    machine = division.cases[0].topology.machine.with_value(name, value)
+    cases = [replace(case, topology=replace(case.topology, machine=machine)) for case in division.cases]
+    return replace(division, cases=cases)
+
+
+def ends_of(division: Division) -> Iterator[RangeEnd]:
+    """Yield the plans with each unmeasured value of the machine file at the low and the high end of its range.
+
+    Each value is looked at alone: all others stay as the file has them. Meshes and codecs that `auto` stands for are
+    chosen again. An end that equals the file's own value is left out.
+    """
+    machine = division.cases[0].topology.machine
+    for belief in machine.beliefs:
+        believed = machine.value(belief.name)
+        for value in (belief.low, belief.high):
+            if value != believed:
+                yield RangeEnd(belief, believed, value, with_value(division, belief.name, value))
+
+
+def choices_of(division: Division) -> str:
+    """Return the mesh and the codec of a plan in words, such as "ulysses 12, codec int4": those of the first ranks that
+    share a sequence."""
+    mesh, codec = division.mesh, division.parts[0][0][0].config.codec
+    ring = f", ring {mesh.ring} of {mesh.kind}" if mesh.ring > 1 else ""
+    return f"ulysses {mesh.ulysses}{ring}" + (f", codec {codec}" if codec != "none" else "")
+
+
+def turning_points(division: Division, holds: Callable[[Division], bool]) -> Iterator[tuple[RangeEnd, float]]:
+    """Yield the ends of ranges at which a statement about the plan is no longer what it is with the machine file's
+    values.
+
+    Each comes as (the plan at that end, the value of the machine at which the statement changes).
+
+    Args:
+        division: the plan with the file's values.
+        holds: the statement, such as `pays`: a function of a plan.
+    """
+    with_file = holds(division)
+    for end in ends_of(division):
+        if holds(end.division) == with_file:
+            continue
+        near, far = end.believed, end.value
+        for _ in range(HALVINGS):
+            middle = (near + far) / 2
+            same = holds(with_value(division, end.belief.name, middle)) == with_file
+            near, far = (middle, far) if same else (near, middle)
+        yield end, (near + far) / 2
+
+
+def uncoded(division: Division) -> StepPlan:
+    """Return the predicted costs of the same job's step with neither codec nor displacement, for comparison."""
+    (case,) = division.cases
+    return replace(division, cases=[case.with_settings(codec="none", arrival="now")]).steps[0]
+
+
+def pays(division: Division) -> bool:
+    """Return True if a step with the codec and displacement is predicted to take less time than without them."""
+    return division.steps[0].step_s < uncoded(division).step_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from cocodiff.config.config import Config, find_shipped, read_yaml
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import read_json
 
-SHIPPED = "embedded"
 NONE = "none"
 SELDOM = 0.02  # part of a run's calls: rarer sets are planned as a frequent one that waits for more
 
@@ -34,7 +33,7 @@ class Decisions:
     predictor: str  # its setting `predictor`
     tau: float  # its setting `tau`: tensors are displaced below this relative change
     about: str  # a description of the run
-    displaced: tuple[tuple[tuple[str, float], ...], ...]  # by step: (displaced tensors, as "qk"; part of the calls)
+    displaced: Sequence[Mapping[str, float]] = field(hash=False)  # by step: part of the calls by displaced tensors
 
     @property
     def steps(self) -> int:
@@ -52,7 +51,7 @@ class Decisions:
         Each step has those of the recorded step at the same relative position.
         """
         last = max(1, steps - 1)
-        return [dict(self.displaced[round(step * (self.steps - 1) / last)]) for step in range(steps)]
+        return [self.displaced[round(step * (self.steps - 1) / last)] for step in range(steps)]
 
     def distance(self, config: Config, steps: int) -> tuple[float, ...]:
         """Return how far a run's settings are from the recorded ones, as a tuple to sort by: codec, predictor, tau,
@@ -62,7 +61,7 @@ class Decisions:
 
     def record(self) -> dict[str, Any]:
         """Return the mapping that stands for this run in a file of decisions."""
-        rows = [{names or NONE: round(part, 4) for names, part in step} for step in self.displaced]
+        rows = [{names or NONE: round(part, 4) for names, part in step.items()} for step in self.displaced]
         return {**{name: getattr(self, name) for name in ("codec", "predictor", "tau", "about")}, "displaced": rows}
 
 
@@ -76,7 +75,7 @@ def decisions_of(config: Config, steps: int, given: Sequence[Decisions] = ()) ->
     """
     if config.arrival != "adaptive":
         return None
-    known = given or _read(find_shipped("decisions", "decisions", SHIPPED))
+    known = given or _read(find_shipped("decisions", "decisions", "embedded"))
     return min(known, key=lambda one: one.distance(config, steps))
 
 
@@ -115,10 +114,8 @@ def _decisions(about: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) ->
         about: the entry, with codec, predictor, tau and about.
         rows: for every step, the part of the calls by displaced tensors, or by "none".
     """
-    displaced = tuple(
-        tuple(("" if names == NONE else str(names), float(part)) for names, part in row.items()) for row in rows
-    )
-    if not displaced or any(abs(sum(part for _, part in row) - 1) > 0.01 for row in displaced):
+    displaced = [{"" if names == NONE else str(names): float(part) for names, part in row.items()} for row in rows]
+    if not displaced or any(abs(sum(row.values()) - 1) > 0.01 for row in displaced):
         raise ValueError("the parts of a step's calls do not sum up to 1")
     return Decisions(about["codec"], about["predictor"], float(about["tau"]), str(about["about"]), displaced)
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from cocodiff.attention.streaming import head_runs
@@ -61,8 +61,7 @@ TOKENS = 8  # in a token ring: q of two other ranks, and partial results in flig
 KEPT = ("image_cache", "reference_cache", "text_cache", "reconstructions", "in_flight", "step_cache")
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """The bytes that one rank needs in a run, by what they are for."""
 
     weights: int = 0  # all weights of the transformer on this rank, with buffers for split ones
@@ -86,9 +85,9 @@ class RankMemory:
         return self.weights + self.activations + self.cache + self.library
 
 
-def add(parts: list[RankMemory]) -> RankMemory:
+def add(parts: Sequence[RankMemory]) -> RankMemory:
     """Return the memory of several ranks together, such as those of a node: the sum of each field."""
-    return RankMemory(*(sum(getattr(part, field.name) for part in parts) for field in fields(RankMemory)))
+    return RankMemory(*map(sum, zip(*parts, strict=True)))
 
 
 def run_cache(case: Case) -> list[RankMemory]:
@@ -167,7 +166,7 @@ def size_run(case: Case) -> list[RankMemory]:
     library = int(MIB * ((ranks > 1) * device.library_mib + (nodes > 1) * device.across_mib))
     held = {"weights": weights_held(case), "library": library}
     of_ranks = zip(run_cache(case), activations(case), strict=True)
-    return [replace(kept, activations=most, **held) for kept, most in of_ranks]
+    return [kept._replace(activations=most, **held) for kept, most in of_ranks]
 
 
 def fullest(case: Case) -> RankMemory:
@@ -252,7 +251,6 @@ def misfit(need: RankMemory, memory: int | None) -> str | None:
     """
     if memory is None or need.total <= memory:
         return None
-    parts = {"weights": need.weights, "activations": need.activations, "cache": need.cache, "library": need.library}
     if need.weights > memory:
         blame = "the weights alone do not fit: share them by weights card or node, or use a smaller dtype"
     elif need.weights + need.activations > memory:
@@ -277,7 +275,7 @@ def misfit(need: RankMemory, memory: int | None) -> str | None:
         )
     else:
         blame = "V-Major's cache is too much: use a smaller batch, more ranks, or preset tapa, which keeps no cache"
-    listed = ", ".join(f"{name} {mib(count)}" for name, count in parts.items())
+    listed = ", ".join(f"{name} {mib(getattr(need, name))}" for name in ("weights", "activations", "cache", "library"))
     return f"{mib(need.total)} MiB are needed ({listed}) and {mib(memory)} MiB are there; {blame}"
 
 
@@ -310,8 +308,7 @@ class VaePeak(NamedTuple):
     decoders: int  # the largest number of ranks on one node that decode at the same time
 
 
-@dataclass(frozen=True)
-class Peaks:
+class Peaks(NamedTuple):
     """The memory that a run needs before and after its denoising steps, in bytes."""
 
     encoders: int  # weights of the text encoders, on rank 0
@@ -332,15 +329,6 @@ class Peaks:
             "denoising": step.total + self.vae,
             "decoding": kept + step.cache + peak.decoding,
         }
-
-    def fullest(self, step: RankMemory, vae: str) -> tuple[str, int]:
-        """Return the phase of a run in which a rank holds most: its name, and its bytes.
-
-        Args:
-            step: the rank's memory in a denoising step.
-            vae: the setting `vae`.
-        """
-        return max(self.of_rank(step, vae).items(), key=lambda moment: moment[1])
 
 
 def size_peaks(

@@ -23,7 +23,6 @@ from cocodiff.topology.routes.rounds import CARD, LEVELS, NODE, TILE, rounds_of
 
 SUM_BYTES = 4  # bytes of the log-sum-exp that a partial result has for each token and head
 
-Levels = tuple[int, ...]
 Seconds = Callable[[float], float]  # from seconds of attention to one group's keys to those of a whole call
 
 
@@ -51,7 +50,7 @@ def ring_of(mesh: Mesh, layouts: Sequence[Layout], work: AttentionWork, message_
 
 
 def around(
-    mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: Levels = LEVELS
+    mesh: Mesh, layouts: Sequence[Layout], cell: int, wires: Wires, message_s: float, along: tuple[int, ...] = LEVELS
 ) -> tuple[Traffic, tuple[float, ...]]:
     """Predict the messages that pass blocks round the rings of a mesh in one attention call. Return (their bytes on all
     links, seconds of every move).

@@ -6,10 +6,8 @@ It is given for a layer of a model, and for every operation of `kernels`, where 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cocodiff_sycl.parts import BlockCut
@@ -19,7 +17,6 @@ from cocodiff.attention.lossless import TYPICAL
 from cocodiff.attention.residual import BITS
 from cocodiff.config.config import Config
 from cocodiff.config.machine import Device
-from cocodiff.kernels import Rows
 from cocodiff.kernels.lossless import Known
 from cocodiff.kernels.residual import Prediction, Reconstructions
 from cocodiff.planner.memory import ModelShape
@@ -27,13 +24,12 @@ from cocodiff.topology import Topology
 from cocodiff.topology.layout import Layout
 
 ITEMSIZE = 2  # bf16
-COPIES = frozenset(["pack", "gather_pack", "unpack", "scatter_rows"])  # operations that write the bytes they read
 
 # Instructions of a lane for one element in bf16, counted in the output of GPU Max's compiler (docs/design.md).
-# Those of a copy are for one moved element, and include renewing a reference.
+# Those of "pack" are for one moved element.
 LANES = 16
 INSTRUCTIONS = {
-    **dict.fromkeys(COPIES, 27.4),
+    "pack": 27.4,
     "l1_score": 16.6,
     "qk_norm_rope": 51.2,
     "merge_partials": 70.2,
@@ -85,8 +81,7 @@ def seconds(device: Device, flops: float, moved_bytes: float, instructions: floa
     return max(arithmetic, traffic, vector)
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """The seconds of one layer's parts on one rank, for all its rows and heads."""
 
     project_v: float  # seconds to make v
@@ -231,13 +226,10 @@ def cost_of(op: str, moved: Sequence[Tensor], arguments: Sequence[Any]) -> tuple
         code_BLHW, rests, _, _, known, _ = arguments
         traffic = code_BLHW.nbytes + rests.nbytes + bytes_of(known)
     elif op == "note_change":
-        x_BLHD, last_BLHD, notes_N = arguments
-        traffic = bytes_of((x_BLHD, last_BLHD, last_BLHD, notes_N))  # the last values are read, then replaced by x
+        traffic = bytes_of(arguments) + arguments[1].nbytes  # the last values are read, then replaced by x
     else:
         traffic = bytes_of(arguments)
-    itemsize = moved[0].element_size() if moved else 1
-    numbers = traffic / (2 * itemsize) if op in COPIES else moved[0].numel()
-    return traffic, started(op, numbers, [part for part, here in parts.items() if here])
+    return traffic, started(op, moved[0].numel(), [part for part, here in parts.items() if here])
 
 
 def bytes_of_state(known: Reconstructions, both: bool) -> int:
@@ -251,14 +243,7 @@ def bytes_of_state(known: Reconstructions, both: bool) -> int:
 
 
 def bytes_of(value: Any) -> int:
-    """Return the bytes of all tensors in nested sequences and mappings. Of `Rows` (chosen rows of a tensor) the bytes
-    that are read and written count."""
-    if isinstance(value, Tensor):
-        return value.nbytes
+    """Return the bytes of all tensors in nested sequences."""
     if isinstance(value, (list, tuple)):  # most are of tensors
         return sum([one.nbytes if type(one) is Tensor else bytes_of(one) for one in value])
-    if isinstance(value, Rows):
-        source = value.source_RHD
-        rows = math.prod(value.shape) * source.element_size()
-        return rows if value.reference_RHD is None else 2 * rows
-    return bytes_of(list(value.values())) if isinstance(value, dict) else 0
+    return value.nbytes if isinstance(value, Tensor) else 0

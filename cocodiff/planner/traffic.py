@@ -1,9 +1,13 @@
 """Bytes between ranks, the stages in which an exchange's routes send them, and the seconds of the machine's fullest
-link. Pure arithmetic on arrays: a mesh of 1,536 ranks has millions of messages."""
+link. Pure arithmetic on arrays: a mesh of 1,536 ranks has millions of messages.
+
+The last part predicts an all-to-all as `bench alltoall` times it, and writes the machine file that measurements give.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -46,11 +50,8 @@ class Wires:
 
         Arrays end in their dimensions: P ranks, C cards, planes (the second P of `server_CP`).
         """
-        places = topology.places
         self.size = topology.size
-        self.node_P, self.card_P, self.plane_P = (
-            np.array([getattr(place, name) for place in places]) for name in ("node", "card", "plane")
-        )
+        self.node_P, self.card_P, self.plane_P = np.array([(p.node, p.card, p.plane) for p in topology.places]).T
         self.nic_P = np.array(topology.nics)
         self.server_CP = np.zeros((max(topology.cards) + 1, max(topology.planes) + 1), dtype=np.int64)
         for card in topology.cards:
@@ -214,10 +215,9 @@ class Hop(NamedTuple):
     phases: int  # number of times that messages are packed, one after another
 
 
-def total(sent: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def total(sent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the sums of several counts of bytes, by link class."""
-    every = list(sent)
-    return {link: sum(one[link] for one in every) for link in LINK_CLASSES}
+    return {link: sum(one[link] for one in sent) for link in LINK_CLASSES}
 
 
 def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:
@@ -228,8 +228,7 @@ def of_ranks(mesh: Mesh, of_groups: Iterable[Sequence[float]]) -> Floats:
         of_groups: for each group, the values by slot.
     """
     found_P = np.zeros(mesh.topology.size)
-    for group, of_slots in zip(mesh.groups, of_groups, strict=True):
-        found_P[list(group)] = of_slots
+    found_P[np.array(mesh.groups)] = [*of_groups]
     return found_P
 
 
@@ -245,30 +244,117 @@ def stages_of(mesh: Mesh, name: str, nic_balance: bool = True, one_peer: bool = 
         nic_balance: True to spread "split"'s blocks for other nodes over the NICs.
         one_peer: True if a rank exchanges with one other rank at a time.
     """
-    wires, found = Wires(mesh.topology), dict[int, list[tuple[int, int, int, int]]]()
+    wires, found = Wires(mesh.topology), dict[int, list[Integers]]()
     if name == "flat":  # the same as its plans, but fast for many ranks
         pairs = [np.stack(np.meshgrid(group, group, indexing="ij"), -1).reshape(-1, 2) for group in mesh.groups]
         every_N2 = np.concatenate(pairs)
         blocks_N4 = np.tile(every_N2[every_N2[:, 0] != every_N2[:, 1]], 2)
         stage = Stage(wires, "plane", blocks_N4)
         return stage.in_turns(mesh) if one_peer else [stage]
-    lanes: dict[int, str] = {}
-    plans: dict[Any, list[Plan]] = {}
+    lanes, plans = dict[int, str](), dict[Any, list[Plan]]()
     for group, part in zip(mesh.groups, mesh.parts, strict=True):
-        alike = part.relative_places, part.nics
+        alike, ranks_U = (part.relative_places, part.nics), np.array(group)
         if alike not in plans:
             plans[alike] = [plan_of(part, slot, name, nic_balance) for slot in range(part.size)]
         for slot, plan in enumerate(plans[alike]):
             for number, phase in enumerate(plan):
-                lanes[number] = phase.lane
-                found.setdefault(number, []).extend(
-                    (group[slot], group[peer], group[block.rows], group[block.heads])
-                    for peer, blocks in phase.sends.items()
-                    for block in blocks
-                )
-    phases = {number: np.array(blocks).reshape(-1, 4) for number, blocks in sorted(found.items()) if blocks}
+                if blocks := [(slot, peer, *block) for peer, message in phase.sends.items() for block in message]:
+                    lanes[number] = phase.lane
+                    found.setdefault(number, []).append(ranks_U[np.array(blocks)])
+    phases = {number: np.concatenate(blocks) for number, blocks in sorted(found.items())}
     if name == "tapa":
         stages = [Stage(wires, lanes[number], blocks) for number, blocks in phases.items()]
     else:
         stages = [Stage(wires, "plane", np.concatenate([*phases.values()]), len(phases))]
     return [step for stage in stages for step in (stage.in_turns(mesh) if one_peer else [stage])]
+
+
+# An all-to-all by itself, and machines with measured links ------------------------------------------------------------
+
+ROW_BYTES = 512  # bytes of a row of a block, as in bench alltoall
+PHASES = ("phase1", "phase2")
+RATES = ("sibling", "plane", "nic")
+MEASURED = ("latency_us", "message_us", "link_share")  # beliefs about a machine that `Constants` settle
+LEAST = 1e-3  # the smallest share of its links' rates that a machine file may have
+
+
+class Constants(NamedTuple):
+    """Measured latencies of a machine's messages, and the parts of the nominal rates that its links reach."""
+
+    latency_us: float = 0.0  # microseconds from a message's start to its first byte
+    message_us: float = 0.0  # microseconds between two messages that a rank starts
+    sibling: float = 1.0  # part of its nominal rate that a link between tiles of a card reaches
+    plane: float = 1.0  # the same of a link in a plane
+    nic: float = 1.0  # the same of a NIC
+
+    def machine(self, nominal: Machine) -> Machine:
+        """Return a copy of the machine with these latencies and rates, without the beliefs (unmeasured ranges) that
+        they settle.
+
+        Args:
+            nominal: the machine with the nominal rates of its links.
+        """
+        rates = {f"{name}_gb_s": getattr(nominal.links, f"{name}_gb_s") * getattr(self, name) for name in RATES}
+        links = replace(nominal.links, latency_us=self.latency_us, message_us=self.message_us, **rates)
+        beliefs = tuple(one for one in nominal.beliefs if one.name not in MEASURED)
+        return replace(nominal, links=links, beliefs=beliefs)
+
+
+class PlannedAllToAll:
+    """An exchange of equal blocks among all ranks, as `bench alltoall` times it, whose seconds are predicted for a
+    machine."""
+
+    def __init__(self, topology: Topology, variant: str, size_mb: float) -> None:
+        """Compute the bytes on the fullest link of every kind, for each stage of the exchange.
+
+        Args:
+            topology: the ranks.
+            variant: name of an exchange, or "flat_serial": flat, but to one peer at a time.
+            size_mb: MB of all blocks that a rank has before the exchange, its block for itself included.
+        """
+        P, one_peer = topology.size, variant == "flat_serial"
+        rows = max(1, round(size_mb * 1e6 / P / ROW_BYTES))
+        self.block_bytes = rows * ROW_BYTES
+        stages = stages_of(Mesh.build(topology), variant.removesuffix("_serial"), one_peer=one_peer)
+        rows_P, heads_P = np.full(P, float(rows)), np.ones(P)
+        self._stages = [(stage, ROW_BYTES * stage.traffic(rows_P, heads_P).fullest()) for stage in stages]
+
+    def seconds(self, machine: Machine, part: str = "whole") -> float:
+        """Return the predicted seconds of the exchange, or of one phase of it.
+
+        Args:
+            machine: the machine whose rates and latencies count.
+            part: "whole", or "phase1" or "phase2" of tapa.
+        """
+        latencies, rates = Latencies.of(machine), rates_of(machine)
+        of_stages = [stage.wait_s(latencies) + float((loads / rates).max()) for stage, loads in self._stages]
+        if part == "whole":
+            return sum(of_stages)
+        return of_stages[PHASES.index(part) - len(PHASES)]  # cards of one tile have only the second phase
+
+    def link_share(self, machine: Machine, seconds: float) -> float | None:
+        """Return the share of its links' rates that a machine reached, at least LEAST and at most 1, from a measured
+        time.
+
+        Return None if the exchange took no longer than the latencies of its messages.
+
+        Args:
+            machine: the machine that it was measured on, with its nominal rates.
+            seconds: measured seconds of the exchange.
+        """
+        waits_s = sum(stage.wait_s(Latencies.of(machine)) for stage, _ in self._stages)
+        links_s = self.seconds(machine.with_value("link_share", 1.0)) - waits_s
+        return min(1.0, max(LEAST, links_s / (seconds - waits_s))) if seconds > waits_s else None
+
+
+def slowed(machine: Machine, scale: float) -> Machine:
+    """Return a copy of a machine whose links are slower by the factor `scale`, with the same latencies."""
+    links, part = machine.links, 1 / scale
+    return Constants(links.latency_us, links.message_us, part, part, part).machine(machine)
+
+
+def machine_file(machine: Machine) -> dict[str, Any]:
+    """Return a machine as the mapping that its YAML file holds."""
+    data = {key: value for key, value in asdict(machine).items() if value is not None}
+    data["beliefs"] = {one.pop("name"): one for one in data["beliefs"]}
+    return data

@@ -37,12 +37,12 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import family_of_shape, load_shape
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.kernels.device import free_memory
-from cocodiff.planner.calibrate import PlannedAllToAll
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.choice import OUTPUT_CHANNELS, outputs_of
 from cocodiff.planner.decisions import decisions_of
 from cocodiff.planner.layers import Kind, PlannedLayer, kinds_of_steps, over_steps, plan_step, sampled_kinds
 from cocodiff.planner.memory import largest_batch, mib
+from cocodiff.planner.traffic import PlannedAllToAll
 from cocodiff.topology import Topology
 from cocodiff.topology.axes import PLACEMENTS, Axes, Mesh, Partition
 from cocodiff_bench import common

@@ -41,7 +41,7 @@ from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.options import Option, check_counts
 from cocodiff.jobs.terminal import say
 from cocodiff.models.adapter import image_and_text, image_segment
-from cocodiff.planner.calibrate import slowed
+from cocodiff.planner.traffic import slowed
 from cocodiff_bench import common
 from cocodiff_bench.common import Row, Values
 from cocodiff_bench.random_models import DTYPES, MODELS, Inputs, Sizes, in_fp32, random_model, run_inputs, step

@@ -8,7 +8,7 @@ which `cocodiff papers` makes from these rows (configs/papers/cocodiff.yaml).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from cocodiff.config.machine import Machine
 from cocodiff.config.text_table import aligned
 from cocodiff.jobs.model_shapes import load_shape
 from cocodiff.jobs.terminal import say
-from cocodiff.planner.calibrate import Constants, PlannedAllToAll
 from cocodiff.planner.case import Case, ModelShape
 from cocodiff.planner.layers import plan_step
 from cocodiff.planner.memory import fullest, largest_batch
+from cocodiff.planner.traffic import Constants, PlannedAllToAll
 from cocodiff.topology import Topology
 
 START = (15.0, 1.0, 1.0)  # latency in us, parts of the rates of siblings and of slower links, where a fit begins
@@ -204,8 +204,8 @@ def run_paper(values: dict[str, Any]) -> dict[str, Any]:
         times = [f"{row['step_s'] * 1e3:.1f} {row['communication_share']:4.0%}" for row in of_case]
         table.append([str(of_case[0][key]) for key in ("model", "size", "nodes", "batch")] + times)
     say("\n".join(aligned(table, "<" + ">" * (len(table[0]) - 1))))
-    readings = [{"baseline": name, "rms": one.rms, **asdict(one.constants)} for name, one in fits.items()]
-    return {"constants": asdict(constants), "rows": rows, "readings": readings}
+    readings = [{"baseline": name, "rms": one.rms, **one.constants._asdict()} for name, one in fits.items()]
+    return {"constants": constants._asdict(), "rows": rows, "readings": readings}
 
 
 def lines_of(fits: dict[str, Fit]) -> list[str]:

@@ -22,7 +22,7 @@ from warm import forked
 from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.engine.assemble import AttentionWork
-from cocodiff.planner.calibrate import slowed
+from cocodiff.planner.traffic import slowed
 from cocodiff.topology import Topology
 
 BOUND = "65.8dB"

@@ -26,7 +26,7 @@ from cocodiff.cli.doctor.command import table
 from cocodiff.cli.doctor.facts import AllToAllTrial, CallTiming, Card, Facts, LinkTrial, Nic, Overlap, RankFacts
 from cocodiff.config.config import load_machine, read_yaml
 from cocodiff.kernels.trial import KernelTrial
-from cocodiff.planner.calibrate import machine_file
+from cocodiff.planner.traffic import machine_file
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30

@@ -335,7 +335,7 @@ def write(
         findings: the findings of all checks.
         healthy: True if no finding is a fault.
     """
-    from cocodiff.planner.calibrate import machine_file
+    from cocodiff.planner.traffic import machine_file
 
     folder = output.open()
     if machine := facts.machine():

@@ -30,7 +30,7 @@ from cocodiff.config.text_table import spans
 from cocodiff.kernels.device import free_memory, ranks_on_device
 from cocodiff.kernels.dispatch import path_of, sycl_ops
 from cocodiff.kernels.trial import KernelTrial, try_operations
-from cocodiff.planner import calibrate
+from cocodiff.planner.traffic import PlannedAllToAll
 from cocodiff.topology import Topology
 
 # Packages that runs import. Optional ones are tried if they are installed. One that fails is absent for those after it,
@@ -242,7 +242,7 @@ class Facts:
         if not to_all or "its links" in machine.missing_rates:
             return machine
         largest = max(to_all, key=lambda one: one.bytes)
-        sent = calibrate.PlannedAllToAll(self.topology, "flat", largest.bytes / 1e6)
+        sent = PlannedAllToAll(self.topology, "flat", largest.bytes / 1e6)
         share = sent.link_share(machine, largest.complete_s)
         return machine if share is None else machine.with_value("link_share", share)
 

@@ -94,7 +94,7 @@ def partition_of(
         return only
     images = max(1, images)
     count = images if batches is None else max(1, batches)
-    choice = choose(cases, images, count, 1 if compares else replicas, guidance, least=least)
+    choice = choose(cases, images, count, possible)
     if detect().speaks:
         about = "; guidance_parallel 2: the run has one branch" if guidance == 2 and not two else ""
         about += "; presets are compared on all ranks" if compares else ""
