@@ -61,7 +61,7 @@ CELL, REACH = 64, 32  # voxels: side of the cells that are solved at once, and w
 SMALL = 2**21  # voxels; smaller volumes have cells of twice that side, so that most are solved in one piece
 WHOLE = 2**40  # a reach in voxels that includes the whole axis
 BESIDE = 2  # voxels beside the mask that Laplace's, biharmonic and total variation's equations take in
-PLANAR = 2**17  # most voxels of biharmonic systems in planes that are solved directly
+PLANAR = 2**16  # most voxels of biharmonic systems in planes that are solved directly
 TV_ROUNDS, TV_EDGE = 12, 0.01  # rounds of reweighting; the difference below which squares are minimised
 # Of autoregressions: most voxels that coefficients are learnt from, and fewest for each coefficient; the ridge as a
 # share of the variance, and the least value of the spectrum that is inverted, as a share of its mean.
