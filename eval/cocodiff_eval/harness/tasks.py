@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,6 @@ import numpy as np
 from cocodiff.comm.launch import detect
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import is_there
-from cocodiff.jobs.record import described_inputs
 from cocodiff.jobs.terminal import reading_bar, say
 from cocodiff_eval.data.formats import result_format, write_volume
 from cocodiff_eval.data.intensity import IntensityRange, compare_truth, intensity_range, parse_range
@@ -199,11 +200,56 @@ def describe_inputs(tasks: Sequence[Task], values: Mapping[str, Any]) -> dict[st
         tasks: the tasks of the job.
         values: the options' values, by name.
     """
-    described = {name: values[name] for name in ("samples", "exact_slices")} | {"inputs": described_inputs(tasks)}
+    described = {name: values[name] for name in ("samples", "exact_slices")} | {"inputs": hash_inputs(tasks)}
     if values["samples"] > 1 or values["keep_samples"] or any(task.volume is not None for task in tasks):
         described |= {name: values[name] for name in ("axes", "hidden_test", "keep_samples")}
     others = [task.format for task in tasks]
     return described if set(others) == {"tiff"} else described | {"formats": others}
+
+
+def hash_inputs(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """Return the record of each task's inputs, one dict a task: hashes of all voxels, and metadata that results keep.
+
+    A run with `resume` compares it with that of the earlier run. Each input is read once, as a whole.
+
+    Args:
+        tasks: the tasks of the job.
+    """
+    used = {id(one): one for task in tasks for one in (task.stack, task.mask, task.truth) if one is not None}
+    hashes = {key: _hash_voxels(one) for key, one in used.items()}
+    return [
+        {
+            "name": task.stack.name,
+            "mask": task.mask.name,
+            **_kept_metadata(task.stack),
+            "voxels": hashes[id(task.stack)],
+            "hidden": hashes[id(task.mask)],
+            "truth": hashes.get(id(task.truth)),
+        }
+        for task in tasks
+    ]
+
+
+def _kept_metadata(stack: Stack) -> dict[str, Any]:
+    """Return the metadata of a volume that its results depend on, by name. The file's path is not included."""
+    kept, region = stack.metadata, stack.region
+    others = [kept.kind, kept.axes, kept.description, kept.byteorder, kept.attributes]
+    return {
+        "dtype": str(stack.dtype),
+        "voxel size": kept.voxel_size,
+        "unit": kept.unit,
+        "region": None if region is None else [region.start, region.stop],
+        "metadata": hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:16],
+    }
+
+
+def _hash_voxels(slices: Stack | Mask) -> str:
+    """Return a hash, 16 hexadecimal digits, of the shape, dtype and all voxels of a volume or mask."""
+    found = hashlib.sha256(str(slices.shape).encode())
+    for index in range(slices.shape[0]):
+        image_YX = slices.read(index)
+        found.update(image_YX.dtype.str.encode() + image_YX.tobytes())
+    return found.hexdigest()[:16]
 
 
 def file_names(pairs: Sequence[tuple[str, str]]) -> list[FileNames]:
