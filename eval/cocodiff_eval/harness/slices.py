@@ -31,18 +31,22 @@ from cocodiff_eval.harness.judging import (
     slices_of_report,
 )
 from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Quality, SettingGroup, Slices
-from cocodiff_eval.harness.restoring import TOGETHER, Restorer, count_tests, count_tile_steps, told_steps
+from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
     BESIDE,
     BOUNDS,
     SPREAD,
+    TOGETHER,
     ResultFile,
     Task,
+    count_tests,
+    count_tile_steps,
     export,
     kept_samples,
     result_files,
     slice_name,
+    told_steps,
 )
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.harness.volumes import Volumes
