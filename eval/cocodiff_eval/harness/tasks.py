@@ -495,19 +495,27 @@ def result_files(
     """Return the files of a task's restored slices, before they are written, by preset with an ending.
 
     The file with a preset's name holds the mean of its samples. The file with SPREAD added holds their standard
-    deviation, float32 in the input's units, and exists for several samples only. It is 0 outside the mask.
+    deviation, float32 in the input's units, and exists for several samples only. A slice without masked voxels is the
+    input's; in files that end with one of BESIDE it is 0.
 
     Args:
         task: the stack and its mask.
         presets: names of the presets.
-        read: returns a slice of a file, given the file's name and the slice's index.
+        read: returns a slice with masked voxels of a file, given the file's name and the slice's index.
         samples: number of samples of each slice.
         more: endings of further files, such as BOUNDS, which are added to each preset's name.
     """
     kinds = {preset: (task.stack.dtype, preset) for preset in presets}
     kinds |= {preset + SPREAD: (np.dtype(np.float32), preset) for preset in presets if samples > 1}
     kinds |= {f"{preset}{one}": (task.stack.dtype, preset) for preset in presets for one in more}
-    return {name: ResultFile(*kind, partial(read, name)) for name, kind in kinds.items()}
+
+    def slice_of(name: str, index: int) -> np.ndarray:
+        """Return slice `index` of the file `name`, [Y, X]."""
+        if task.mask.masked[index]:
+            return read(name, index)
+        return np.zeros(task.stack.shape[1:], kinds[name][0]) if name.endswith(BESIDE) else task.stack.read(index)
+
+    return {name: ResultFile(*kind, partial(slice_of, name)) for name, kind in kinds.items()}
 
 
 def export(
