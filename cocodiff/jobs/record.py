@@ -5,7 +5,6 @@ Runs with equal records give equal results. This module also writes run.yaml, wh
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -28,57 +27,6 @@ def lasting(config: Config) -> dict[str, Any]:
     """
     settings = {name: value for name, value in vars(config).items() if not name.endswith("timeout_s")}
     return settings | {"timeout_s": None, "check_messages": False, "messages": "batch"}
-
-
-def described_inputs(tasks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the record of each task's inputs, one dict a task: hashes of all voxels, and metadata that results keep.
-
-    A run with `resume` compares it with that of the earlier run. Each input is read once, as a whole.
-
-    Args:
-        tasks: `tasks.Task` objects: each the volume to restore, its mask and perhaps the true values
-    """
-    used = {id(one): one for task in tasks for one in (task.stack, task.mask, task.truth) if one is not None}
-    hashes = {key: digest(one) for key, one in used.items()}
-    return [
-        {
-            "name": task.stack.name,
-            "mask": task.mask.name,
-            **_described(task.stack),
-            "voxels": hashes[id(task.stack)],
-            "hidden": hashes[id(task.mask)],
-            "truth": hashes.get(id(task.truth)),
-        }
-        for task in tasks
-    ]
-
-
-def _described(stack: Any) -> dict[str, Any]:
-    """Return the metadata of a volume that its results depend on, by name. The file's path is not included.
-
-    stack: the volume as a stack of slices
-    """
-    kept, region = stack.metadata, stack.region
-    others = [kept.kind, kept.axes, kept.description, kept.byteorder, kept.attributes]
-    return {
-        "dtype": str(stack.dtype),
-        "voxel size": kept.voxel_size,
-        "unit": kept.unit,
-        "region": None if region is None else [region.start, region.stop],
-        "metadata": hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:16],
-    }
-
-
-def digest(slices: Any) -> str:
-    """Return a hash, 16 hexadecimal digits, of the shape, dtype and all voxels of a volume or mask.
-
-    slices: the volume or mask as a stack, whose `read(index)` returns a slice
-    """
-    found = hashlib.sha256(str(slices.shape).encode())
-    for index in range(slices.shape[0]):
-        image_YX = slices.read(index)
-        found.update(image_YX.dtype.str.encode() + image_YX.tobytes())
-    return found.hexdigest()[:16]
 
 
 def first_difference(there: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str, str] | None:

@@ -150,6 +150,16 @@ class Store:
 
         return np.load(self._path(number), allow_pickle=False)
 
+    def array(self, number: int, name: str) -> Any:
+        """Return an array of a finished unit of work, read from its file.
+
+        Args:
+            number: number of the unit
+            name: name of the array, as given to `add`
+        """
+        with self.open(number) as unit:
+            return unit[name]
+
     def is_whole(self, number: int, holds: Callable[[int], bool] = lambda number: True) -> bool:
         """Return True if the file of a unit of work is undamaged by its checksums, and `holds(number)` is True.
 

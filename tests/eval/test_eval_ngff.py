@@ -17,10 +17,11 @@ from cocodiff_eval.data.labels import write_labels
 from cocodiff_eval.data.masks import make_mask
 from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Region
+from cocodiff_eval.harness.tasks import hash_inputs
 from eval_helpers import marked
 from file_kinds import assert_bits, reopened, restored, voxels, write_hdf5, write_tiff, write_zarr
 
-from cocodiff.jobs.record import described_inputs, first_difference
+from cocodiff.jobs.record import first_difference
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -158,8 +159,7 @@ def test_a_run_goes_on_only_with_the_type_and_the_voxel_size_it_began_with(tmp_p
 
     def described(data: np.ndarray = volume, mask: Any = mask, truth: Any = None, **options: Any) -> Any:
         stack = open_stack(write_tiff(tmp_path, data, **options or size))
-        found = described_inputs([SimpleNamespace(stack=stack, mask=mask, truth=truth)])
-        return json.loads(json.dumps({"inputs": found}))
+        return json.loads(json.dumps({"inputs": hash_inputs([SimpleNamespace(stack=stack, mask=mask, truth=truth)])}))
 
     there = described()
     for other, told in (

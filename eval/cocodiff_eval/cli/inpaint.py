@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,10 @@ from cocodiff.jobs.ranks import run_ranks, settle
 from cocodiff.jobs.terminal import say
 from cocodiff.models.family import INPAINT
 from cocodiff_eval.data import SAME, WRITTEN
-from cocodiff_eval.harness.partition import is_planned, own_pixels
+from cocodiff_eval.harness.partition import is_planned
 from cocodiff_eval.harness.pipelines import EMBEDDED, Request, check_model, usual_steps
 from cocodiff_eval.harness.quality import BOUND_OPTIONS, PRESET_OPTION, Quality
-from cocodiff_eval.harness.session import DTYPES, Prepared, start_job
+from cocodiff_eval.harness.session import DTYPES, Prepared
 
 ABOUT = "Restore masked regions of slices with a diffusion transformer."
 SHOWN = {
@@ -111,31 +110,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
     if launch.speaks:
         what = f"{', '.join(prepared.presets)} on {ranks} rank(s)"
         say(f"cocodiff {__version__}: {what} into {values['out']}; reading {len(values['input'])} input(s)")
-    from cocodiff_eval.harness.tasks import find_tasks, values_to_compare  # imports the libraries that read files
+    from cocodiff_eval.harness.tasks import start_slices  # imports the libraries that read files
 
-    tasks = find_tasks(values)
-    for task in tasks:
-        check_truth(prepared.quality, task)
-    prepared = partitioned(prepared, tasks)
-    if values["dry_run"] and launch.kind == "alone" and prepared.quality is None:
-        say_time_here(prepared, launch, tasks)
-    return start_job(
-        prepared, launch, "slices", "cocodiff_eval.harness.slices:SliceJob", [tasks], values_to_compare(tasks)
-    )
-
-
-def check_truth(quality: Quality | None, task: Any) -> None:
-    """Raise UserError if `--quality` bounds the loss against the truth, and a task's truth is unknown.
-
-    Args:
-        quality: the option's bound; None without one.
-        task: a `tasks.Task`, an input under a mask.
-    """
-    if quality is not None and quality.bound.against == "truth" and task.truth is None:
-        raise UserError(
-            f"--quality {quality.bound} is a loss against the truth, which mask {task.mask.name} of {task.stack.name} "
-            f"hides: name the original with --truth, or give a distance to the exact run, as 50dB"
-        )
+    return start_slices(prepared, launch, say_time_here)
 
 
 def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
@@ -166,61 +143,21 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     return prepared
 
 
-def say_time_here(prepared: Prepared, launch: Launch, tasks: list[Any]) -> None:
-    """Print, for `--dry_run`, how many tiles the job restores, and how long that takes by calls of the pipeline timed
-    here.
+def say_time_here(prepared: Prepared, launch: Launch, tile_steps: int) -> None:
+    """Print, for `--dry_run`, how long a job takes, by calls of the pipeline that are timed here.
 
-    No time is printed if the plan predicts it, or if the model cannot be run here, as without weights.
+    Nothing is printed if the plan predicts it, or if the model cannot be run here, as without weights.
 
     Args:
         prepared: the job.
         launch: the start of this process.
-        tasks: a `tasks.Task` for each input and mask.
+        tile_steps: denoising steps of all tiles.
     """
-    from cocodiff_eval.harness.restoring import count_tile_steps, say_time, told_steps
-
-    values, request = prepared.values, prepared.request
-    tile_steps = count_tile_steps(tasks, values, values["tile"] or own_pixels(request))
-    say(told_steps(tile_steps, values["steps"]))
-    if not load_machine(values["machine"]).missing_rates and is_planned(request):
+    request = prepared.request
+    if not load_machine(prepared.values["machine"]).missing_rates and is_planned(request):
         return
+    from cocodiff_eval.harness.restoring import say_time
+
     with suppress(UserError):
         check_model(request, 1)
         run_ranks(1, launch, next(iter(prepared.presets.values())), {}, partial(say_time, prepared, tile_steps))
-
-
-def partitioned(prepared: Prepared, tasks: list[Any]) -> Prepared:
-    """Return the job with its ranks divided into replicas and guidance branches, by the number of slices to restore.
-
-    Raise UserError if they cannot be divided.
-
-    Args:
-        prepared: the job.
-        tasks: a `tasks.Task` for each input and mask.
-    """
-    from cocodiff_eval.harness.items import count_batches
-    from cocodiff_eval.harness.restoring import (
-        SMALL_MODEL,
-        count_tile_steps,
-        frames_of,
-        slices_together,
-        tiles_in_a_call,
-    )
-    from cocodiff_eval.harness.tasks import describe_inputs
-
-    values, request = prepared.values, prepared.request
-    native = values["tile"] or own_pixels(request)
-    tiles, samples, frames = tiles_in_a_call(values["batch"], native), values["samples"], frames_of(values, request)
-    together = [slices_together(task.stack.shape[1:], native, tiles, frames) for task in tasks]
-    pairs = zip(tasks, together, strict=True)
-    counts = [count_batches(sum(task.mask.masked), slices, samples, frames > 1) for task, slices in pairs]
-    groups, batch = max(calls for _, calls in counts), tiles if native <= SMALL_MODEL else 1
-    steps = count_tile_steps(tasks, values, native) if values["dry_run"] else None
-    prepared = prepared.partitioned(
-        images=samples * sum(sum(task.mask.masked) for task in tasks),
-        batches=sum(batches for batches, _ in counts),
-        batch=batch,
-        steps=values["steps"] * groups,
-        calls=None if steps is None else -(-steps // (batch * values["steps"] * groups)),
-    )
-    return replace(prepared, inputs=partial(describe_inputs, tasks, values))

@@ -137,8 +137,7 @@ class JobResult(NamedTuple):
             index: index of the item in it.
             name: key in `ItemResult.arrays`.
         """
-        with self.store.open(self.units[task, index]) as arrays:
-            return np.asarray(arrays[f"{index} {name}"])
+        return np.asarray(self.store.array(self.units[task, index], f"{index} {name}"))
 
 
 class Job(ABC):

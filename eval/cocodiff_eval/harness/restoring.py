@@ -5,153 +5,24 @@ Slices are restored batch by batch, so a stack need not fit in memory.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from cocodiff.config.errors import UserError
 from cocodiff.jobs.model_checks import check_sides
 from cocodiff.jobs.terminal import say, span
-from cocodiff_eval.data.reoriented import AXES
-from cocodiff_eval.data.volume import Reader
 from cocodiff_eval.harness.items import Batch, Cost, ItemSamples, measured
 from cocodiff_eval.harness.judging import SliceReview
 from cocodiff_eval.harness.partition import own_pixels
-from cocodiff_eval.harness.pipelines import Model, Request
+from cocodiff_eval.harness.pipelines import Model
 from cocodiff_eval.harness.session import Engines, Prepared, Session, load_requested
-from cocodiff_eval.quality.fusing import Moments, samples_along
-from cocodiff_eval.restore.pipeline_inpainter import SMALL_MODEL, PipelineInpainter
+from cocodiff_eval.harness.tasks import TOGETHER, frames_of, slices_together, tiles_in_a_call
+from cocodiff_eval.quality.fusing import Moments
+from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
 from cocodiff_eval.restore.restore import plan_slice, restore_slices
-from cocodiff_eval.restore.tiling import plan_restoration
-
-if TYPE_CHECKING:
-    from cocodiff_eval.harness.tasks import Task
-
-COUNTED = 9  # number of slices along an axis whose tiles are counted, to estimate the tiles of all slices
-# For every 4 samples of a slice, one is added in which known voxels are hidden too, to calibrate intervals; at most 4.
-TESTED, MOST_TESTS = 4, 4
-TOGETHER = 8  # most slices in a batch; more save little time per call, and leave replicas idle at a stack's end
-
-
-def tiles_in_a_call(wanted: int | None, native: int) -> int:
-    """Return the most tiles in one call of the model: 16 for a small one, 2 for a large one, whose memory is short.
-
-    Args:
-        wanted: the option `--batch`, which is returned if it is given.
-        native: side of a tile in pixels.
-    """
-    return wanted or (16 if native <= SMALL_MODEL else 2)
-
-
-def slices_together(shape: Sequence[int], native: int, batch: int, frames: int, most: int = TOGETHER) -> int:
-    """Return the number of slices that share calls of the model.
-
-    It is the number of frames of a video model. It is 1 for a large image model. For a small one it is the number of
-    slices whose tiles fit in a call.
-
-    Args:
-        shape: [Y, X] of a slice.
-        native: side of a tile in pixels.
-        batch: most tiles in a call.
-        frames: most slices in a video; 1 for a model that makes images.
-        most: most slices that share calls of a small model.
-    """
-    if frames > 1:
-        return frames
-    tiles = math.prod(-(-side // native) for side in shape)
-    return min(most, max(1, batch // tiles)) if native <= SMALL_MODEL else 1
-
-
-def frames_of(values: Mapping[str, Any], request: Request) -> int:
-    """Return the most slices that the model restores as one video; 1 for a model that makes images.
-
-    Raise UserError if `--frames` is given for a model that makes images.
-
-    Args:
-        values: the options' values, by name.
-        request: the model.
-    """
-    asked = values.get("frames")
-    if request.video is None:
-        if asked is not None:
-            raise UserError(f"--frames {asked}: model {request.model} restores images: leave it away")
-        return 1
-    return int(asked or request.video.frames)
-
-
-def count_tests(values: Mapping[str, Any]) -> int:
-    """Return the number of calibration samples of each slice: samples that serve only to calibrate its intervals.
-
-    It is 0 for one sample, with a bound on quality, and if `--hidden_test` is given or refused. Volumes restored along
-    several axes have a test of their own instead.
-
-    Args:
-        values: the options' values, by name.
-    """
-    calibrates = values["samples"] > 1 and not values["quality"] and values["hidden_test"] is None
-    return min(MOST_TESTS, max(1, values["samples"] // TESTED)) if calibrates else 0
-
-
-def count_tile_steps(tasks: Sequence[Task], values: Mapping[str, Any], native: int) -> int:
-    """Return an estimate of the work of a job in each preset: the denoising steps of all tiles, tests included.
-
-    A tile that is restored in n steps counts n. Tiles are counted in a few slices along each axis.
-
-    Args:
-        tasks: the stacks and their masks.
-        values: the options' values, by name.
-        native: side of a tile in pixels.
-    """
-
-    def of_slice(task: Task, mask_YX: np.ndarray) -> int:
-        """Return the denoising steps of all tiles of one slice in one sample."""
-        plan = plan_restoration(mask_YX, native, 1, values["strength"], 8 if native <= SMALL_MODEL else None)
-        return plan.tile_steps(task.steps)
-
-    def of_axis(task: Task, read: Reader, axis: str, indices: Sequence[int]) -> float:
-        """Return the mean denoising steps of a slice along an axis, over a few of its slices.
-
-        Args:
-            task: the volume.
-            read: gives a slice of the mask along z; slices along other axes are cut from these.
-            axis: "z", "y" or "x".
-            indices: the slices along the axis to choose from.
-        """
-        chosen = [indices[n] for n in np.unique(np.linspace(0, len(indices) - 1, COUNTED).astype(int))]
-        if axis == "z":
-            return float(np.mean([of_slice(task, read(n)) for n in chosen]))
-        place = AXES.index(axis)
-        found = np.stack([np.take(read(n), chosen, place - 1) for n in range(len(task.stack))])
-        return float(np.mean([of_slice(task, mask_YX) for mask_YX in np.moveaxis(found, place, 0)]))
-
-    total, samples = 0.0, values["samples"]
-    for task in tasks:
-        volume, slices = task.volume, {"z": np.flatnonzero(task.mask.masked).tolist()}
-        if volume is not None:
-            slices = {axis: volume.statistics.restorable(axis) for axis in volume.axes}
-        slices = {axis: indices for axis, indices in slices.items() if indices}
-        drawn = samples_along(samples, dict.fromkeys(slices, 1.0))
-        for axis, indices in slices.items():
-            read, tests = (task.mask.read, count_tests(values)) if volume is None else (volume.read_mask, 0)
-            runs = len(indices) * (drawn[axis] + tests)
-            if volume is not None and volume.tested:
-                runs += volume.tested_slices(samples) * volume.sampled(samples)
-            total += runs * of_axis(task, read, axis, indices)
-    return round(total)
-
-
-def told_steps(tile_steps: int, steps: int) -> str:
-    """Return the sentence for the user with the number of tiles that a job restores.
-
-    Args:
-        tile_steps: denoising steps of all tiles, as `count_tile_steps` returns it.
-        steps: denoising steps of a tile.
-    """
-    return f"about {-(-tile_steps // steps):,} tiles for the model, at {steps} steps"
 
 
 def inpainter_of(prepared: Prepared, model: Model, steps: int) -> PipelineInpainter:

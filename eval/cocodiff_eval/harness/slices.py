@@ -31,18 +31,20 @@ from cocodiff_eval.harness.judging import (
     slices_of_report,
 )
 from cocodiff_eval.harness.quality import MOST_DISTANCE_DB, Bound, Quality, SettingGroup, Slices
-from cocodiff_eval.harness.restoring import TOGETHER, Restorer, count_tests, count_tile_steps, told_steps
+from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import (
-    BESIDE,
     BOUNDS,
-    SPREAD,
+    TOGETHER,
     ResultFile,
     Task,
+    count_tests,
+    count_tile_steps,
     export,
     kept_samples,
     result_files,
     slice_name,
+    told_steps,
 )
 from cocodiff_eval.harness.volume import is_deep
 from cocodiff_eval.harness.volumes import Volumes
@@ -130,31 +132,20 @@ class SliceJob(Job):
     def _result_files(self, number: int, done: JobResult | None = None) -> dict[str, ResultFile]:
         """Return the result files of a task, by name.
 
-        A slice without masked voxels is copied from the input. Its spread and intervals are 0.
-
         Args:
             number: the task's index.
             done: the finished job, from which slices are read; None to learn names and dtypes alone.
         """
-        task, volume = self.tasks[number], self.volumes.of.get(number)
+        volume = self.volumes.of.get(number)
         bounds = BOUNDS if (self.tests if volume is None else volume.hidden) else ()
         further = [*bounds, *(kept_samples(self.samples) if self.keeps else ())]
 
         def read(name: str, index: int) -> np.ndarray:
-            """Return a slice of a file of results.
-
-            Args:
-                name: the preset with the file's ending.
-                index: index of the slice in the task.
-            """
+            """Return a slice with masked voxels of a file, by the file's name and the slice's index in the task."""
             assert done is not None, "nothing is there before"
-            if task.mask.masked[index]:
-                return done.read(number, index, name)
-            original_YX = task.stack.read(index)
-            kind = np.dtype(np.float32) if name.endswith(SPREAD) else original_YX.dtype
-            return np.zeros(original_YX.shape, kind) if name.endswith(BESIDE) else original_YX
+            return done.read(number, index, name)
 
-        return result_files(task, self.presets, read, self.samples, further)
+        return result_files(self.tasks[number], self.presets, read, self.samples, further)
 
     def _provenance(self, task: int, configs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
         """Return, by preset, how a task's results were made, as plain data for the files' metadata.

@@ -33,11 +33,11 @@ from cocodiff.demo_model.training import (
     training_mask,
 )
 from cocodiff.jobs.folder import OutputFolder
-from cocodiff.jobs.record import described_inputs, write_settings
+from cocodiff.jobs.record import write_settings
 from cocodiff.jobs.terminal import progress_bar, reading_bar, say
 from cocodiff_eval.harness.patches import cut_patches
 from cocodiff_eval.harness.replicas import JobRecord
-from cocodiff_eval.harness.tasks import Task
+from cocodiff_eval.harness.tasks import Task, hash_inputs
 from cocodiff_eval.restore.baseline import biharmonic
 from cocodiff_eval.restore.pipeline_inpainter import PipelineInpainter
 
@@ -292,7 +292,7 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
     def settings() -> dict[str, Any]:
         """Return all that the results depend on, as plain data."""
         own = {name: values[name] for name in REMEMBERED}
-        return own | {"ranks": trainer.transport.size, "inputs": described_inputs(tasks)}
+        return own | {"ranks": trainer.transport.size, "inputs": hash_inputs(tasks)}
 
     def holds(number: int) -> bool:
         """Return True if the saved state includes the updates of a unit of work, given by its number."""

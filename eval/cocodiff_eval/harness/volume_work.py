@@ -147,14 +147,14 @@ class VolumeRestoration:
             hidden: regions that are added to the mask, in a round of the test; None to restore the mask alone.
         """
 
-        copies = self.turned("y")
+        voxels, mask = self.turned("y")
 
         def read(window: Window) -> tuple[np.ndarray, np.ndarray]:
             """Read a window from the copies. Return its normalised voxels and its mask."""
-            image_ZYX, mask_ZYX = (copy.window(window) for copy in copies)
+            mask_ZYX = mask.window(window)
             if hidden is not None:
-                mask_ZYX |= hidden.mask_in(window, copies[1].window)
-            return self.task.scale.known01(image_ZYX, mask_ZYX), mask_ZYX
+                mask_ZYX |= hidden.mask_in(window, mask.window)
+            return voxels.known(window, mask_ZYX, self.task.scale), mask_ZYX
 
         z, y, x = self.volume.statistics.shape
         if z * y * x > SMALL:

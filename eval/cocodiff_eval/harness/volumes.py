@@ -19,7 +19,7 @@ import numpy as np
 
 from cocodiff.jobs.store import ROWS
 from cocodiff.jobs.terminal import reading_bar
-from cocodiff_eval.data.reoriented import AXES, turn
+from cocodiff_eval.data.reoriented import turn
 from cocodiff_eval.harness.items import Batch, Cost, evenly
 from cocodiff_eval.harness.job import Presets
 from cocodiff_eval.harness.replicas import Queue
@@ -101,12 +101,11 @@ class Volumes(Presets):
         if whole.rank == 0:
             for making in makings:
                 making.folder.mkdir(exist_ok=True)
+                stack, volume, bar = making.task.stack, making.volume, reading_bar(not self.quiet)
                 # Methods without a model, in a test, read windows of the copy whose slices lie along y.
-                needed = {*making.volume.axes} | ({"y"} if making.volume.tested else set())
-                copies = [making.turned(axis) for axis in AXES if axis in needed and axis != "z"]
-                bar, name = reading_bar(not self.quiet), making.task.stack.name
-                turn(partial(making.voxels, "z"), [voxels for voxels, _ in copies], bar, name)
-                turn(partial(making.mask, "z"), [mask for _, mask in copies], bar, f"the mask of {name}")
+                pairs = [making.turned(axis) for axis in "yx" if axis in volume.axes or (axis == "y" and volume.tested)]
+                turn(stack.read, [voxels for voxels, _ in pairs], bar, stack.name)
+                turn(volume.read_mask, [mask for _, mask in pairs], bar, f"the mask of {stack.name}")
         whole.broadcast_value(None)  # other ranks wait until the copies are made
         trials = {number: work for number, work in enumerate(self.works, first) if isinstance(work, HiddenTrial)}
         queue.expect([*trials, *self._wanted(first)])  # all axes are expected until the test chooses among them
