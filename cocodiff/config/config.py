@@ -16,7 +16,7 @@ import yaml
 
 from cocodiff.config.errors import UserError, check_choice, check_keys
 from cocodiff.config.files import read_mapping
-from cocodiff.config.machine import Belief, Device, Links, Machine
+from cocodiff.config.machine import LINK_RATES, Belief, Device, Links, Machine
 from cocodiff.config.registry import ARRIVALS, CODECS, EXACT_CODECS, EXCHANGES, ORDERS, RINGS, SELECTIONS, STEP_CACHES
 from cocodiff.config.setting import described, setting, settings_of
 
@@ -333,7 +333,11 @@ def load_machine(name: str) -> Machine:
     data = dict(read_yaml(path))
     try:
         data["planes"] = tuple(data.get("planes", ()))
-        data["links"] = from_mapping(Links, data.get("links", {}), f"{path.name}: links")
+        links = data.get("links", {})
+        data["links"] = from_mapping(Links, links, f"{path.name}: links")
+        lacking = [name for name in LINK_RATES if name not in links]
+        if lacking and set(links) - {"nics", "nic_of"}:
+            raise UserError(f"{path.name}: links: {', '.join(lacking)} missing: give the rates of all links, or none")
         data["device"] = from_mapping(Device, data.get("device", {}), f"{path.name}: device")
         data["beliefs"] = tuple(
             from_mapping(Belief, {"name": name, **range_}, f"{path.name}: beliefs: {name}")

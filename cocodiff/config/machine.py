@@ -7,9 +7,13 @@ plane; it is never computed from the rank. On Aurora two of the six cards are wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field, fields, replace
 
 from cocodiff.config.errors import UserError
+
+
+LINK_RATES = ("sibling_gb_s", "plane_gb_s", "nic_gb_s")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Links:
         object.__setattr__(self, "nic_of", tuple(self.nic_of))
         if self.nics < 1 or any(not 0 <= nic < self.nics for nic in self.nic_of):
             raise UserError(f"links: nics {self.nics}, nic_of {list(self.nic_of)}: number the NICs of a node from 0")
-        for name in ("sibling_gb_s", "plane_gb_s", "nic_gb_s"):
+        for name in LINK_RATES:
             if not getattr(self, name) > 0:
                 raise UserError(f"links: {name} {getattr(self, name)}: give a rate above 0")
         check_shares("links", link_share=self.link_share, forwarding_share=self.forwarding_share)
@@ -73,6 +77,9 @@ class Device:
     sums_kernel: bool = True  # True if torch's attention kernel returns the log-sum-exp, which merging needs
 
     def __post_init__(self) -> None:
+        for name in (one.name for one in fields(self) if one.name != "sums_kernel"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"device: {name} {getattr(self, name)}: give a number, 0 or more")
         check_shares("device", peak_share=self.peak_share)
         check_shares("device", 0, overlap_share=self.overlap_share)
 
@@ -108,6 +115,8 @@ class Machine:
     beliefs: tuple[Belief, ...] = ()  # the values of links and device that were not measured, with their ranges
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or {type(self.tiles), type(self.cards), type(self.nodes)} - {int, type(None)}:
+            raise UserError(f"machine {self.name}: the name must be text, and cards, tiles and nodes whole numbers")
         if self.tiles < 1 or (self.cards is not None and self.cards < 1):
             raise UserError(f"machine {self.name}: {self.cards} cards of {self.tiles} tiles: both must be at least 1")
         whole_node = self.tiles_per_node
@@ -164,4 +173,4 @@ class Machine:
         """The parts of the machine file that give no rates: ["its device"], ["its links"], both, or an empty list. Time
         cannot be predicted if any is missing."""
         device = ["its device"] if not (self.device.bf16_tflop_s and self.device.memory_gb_s) else []
-        return device + (["its links"] if self.links == Links() else [])
+        return device + (["its links"] if replace(self.links, nics=1, nic_of=()) == Links() else [])

@@ -210,7 +210,9 @@ def restore(
         if job.returncode:
             raise _error(job.returncode, cause, folder)
         restored = _read(folder, preset)
-    for line in restored.metrics["inputs"][0]["remarks"]:
+    (told,) = restored.metrics["inputs"]
+    left = f"slices {told['wholly_masked']} are masked wholly: along z they are left as they are"
+    for line in [*told["remarks"], *[left] * bool(told["wholly_masked"])]:
         warnings.warn(f"restore: {line.replace('--', '')}", stacklevel=2)
     return restored
 

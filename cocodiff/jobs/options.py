@@ -230,7 +230,7 @@ class _Help(HelpFormatter):
     def _format_args(self, action: Action, default_metavar: str) -> str:
         """Return the placeholder for an option's values in --help: "" for booleans, "X ..." for several values."""
         plain = super()._format_args(action, default_metavar)
-        return {"?": "", "+": f"{plain.partition(' ')[0]} ..."}.get(str(action.nargs), plain)
+        return {"?": "", "+": f"{plain.partition(' [')[0]} ..."}.get(str(action.nargs), plain)
 
 
 def _parser(

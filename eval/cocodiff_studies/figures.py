@@ -17,6 +17,7 @@ import re
 import shlex
 import statistics
 import subprocess
+import tempfile
 import textwrap
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ from cocodiff.config.config import find_shipped, read_yaml, shipped_names
 from cocodiff.config.errors import UserError
 from cocodiff.config.files import replace_text
 from cocodiff.jobs.children import dependent_words
-from cocodiff.jobs.folder import storage_faults
+from cocodiff.jobs.folder import refusing, storage_faults
 from cocodiff.jobs.options import LOG_LEVEL, Option, parse
 from cocodiff.jobs.terminal import say
 
@@ -146,10 +147,9 @@ def start(words: Sequence[str], launch: Launch) -> int:
         raise UserError(f"--runs {' '.join(values['runs'])}: no command's name begins so; see configs/papers")
     campaign = read_campaign(Path(values["measured"])) if values["measured"] else {}
     results: dict[str, dict[str, Any]] = {name: {**campaign} for name in papers}
-    try:
+    with refusing(values["out"]):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {values['out']}: {error.strerror}: choose another folder") from error
+        tempfile.TemporaryFile(dir=folder).close()
     for number, command in enumerate(wanted, 1):
         say(f"{number} of {len(wanted)}: {command.shown}")
         try:

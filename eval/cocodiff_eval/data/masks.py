@@ -23,6 +23,7 @@ from cocodiff_eval.data.volume import (
     compare_voxel_sizes,
     format_shape,
     matched,
+    start_of,
     unwatched,
 )
 
@@ -164,22 +165,24 @@ def make_mask(
     if "store" in details and kind.startswith("labels/") and not is_there(kind):  # in the input's own store
         path = f"{details['store']}:/{inside(details['inner'], kind)}"
     try:
-        volume = matched(open_volume(path, follow_links), stack)
+        whole = open_volume(path, follow_links)
+        volume = matched(whole, stack)
     except UserError as error:
         if "no such file" in str(error):
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
-    mask = _mask_from_file(volume, stack, progress, along_z, grow, invert)
+    mask = _mask_from_file(volume, whole, stack, progress, along_z, grow, invert)
     return replace(mask, remarks=[*compare_voxel_sizes(volume, stack), *check_rim(stack, mask)])
 
 
 def _mask_from_file(
-    volume: Stack, stack: Stack, progress: Progress, along_z: bool, grow: int, invert: bool | None
+    volume: Stack, whole: Stack, stack: Stack, progress: Progress, along_z: bool, grow: int, invert: bool | None
 ) -> Mask:
     """Return the mask for a stack from an open mask file. Raise UserError if its shape or its values do not fit.
 
     Args:
-        volume: the open file.
+        volume: the open file, or the input's region of it.
+        whole: the open file, whose marked regions grow into that region from outside.
         stack: the input.
         progress: shows the progress of reading.
         along_z: True if only slices along z are restored, so that at least one of them must have known voxels.
@@ -191,18 +194,20 @@ def _mask_from_file(
             f"{volume.path}: the mask has shape {format_shape(volume.shape[-volume.ndim :])} but {stack.path} has "
             f"{format_shape(stack.shape[-stack.ndim :])}; give a mask of that shape, or a 2-D one for every slice"
         )
-    stored = lru_cache(2 * grow + 1)(volume.reader)
+    source, (first, top, left) = (whole, start_of(volume.region)) if grow else (volume, (0, 0, 0))
+    stored = lru_cache(2 * grow + 1)(source.reader)
 
     def read(index: int) -> np.ndarray:
-        near = range(max(0, index - grow), min(volume.shape[0], index + grow + 1))
+        near = range(max(0, first + index - grow), min(source.shape[0], first + index + grow + 1))
         marked_YX = np.logical_or.reduce([(np.asarray(stored(one)) != 0) != bool(invert) for one in near])
-        if not grow:
-            return marked_YX
-        from scipy.ndimage import maximum_filter
+        if grow:
+            from scipy.ndimage import maximum_filter
 
-        return np.asarray(maximum_filter(marked_YX, 2 * grow + 1))
+            marked_YX = np.asarray(maximum_filter(marked_YX, 2 * grow + 1))
+        return marked_YX[top : top + volume.shape[1], left : left + volume.shape[2]]
 
-    masked, full = _check_values(replace(volume, reader=stored), read, progress, along_z, invert)
+    checked = volume if grow else replace(volume, reader=stored)
+    masked, full = _check_values(checked, read, progress, along_z, invert)
     name, changed = safe_stem(volume.name), grow > 0 or bool(invert)
     if volume.ndim == 2:
         mask_YX = read(0)
@@ -241,11 +246,12 @@ def _check_values(
     masked, full = tuple(0 < count < whole for count in counts), [n for n, count in enumerate(counts) if count == whole]
     if full and not any(masked) and (along_z or len(full) == volume.shape[0]):
         where = "all voxels are" if volume.ndim == 2 else "every slice with masked voxels is wholly"
-        raise UserError(
-            f"{volume.path}: {where} masked, nothing is left to restore from; 0 must mark the voxels to keep"
-        )
+        remedy = "0 must mark the voxels to keep" + "; --axes y x restores whole slices" * (len(full) < volume.shape[0])
+        raise UserError(f"{volume.path}: {where} masked, nothing is left to restore from; {remedy}")
     if not any(masked) and not full:
-        raise UserError(f"{volume.path}: the mask is empty, all values are 0; mark the voxels to restore with non-zero")
+        where = " in the chosen region" * (volume.region is not None)
+        remedy = "mark the voxels to restore with non-zero"
+        raise UserError(f"{volume.path}: the mask is empty{where}, all values are 0; {remedy}")
     share = sum(counts) / (whole * len(counts))
     if share > MOST_MASKED and invert is None:
         raise UserError(

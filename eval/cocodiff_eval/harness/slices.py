@@ -303,7 +303,7 @@ class SliceJob(Job):
             save_previews(task, files, self.presets, images)
         alone = [row for *_, row in done.rows if "samples" in row] if self.tests else []
         if unknown := sum(row["intervals"] is None for row in alone):
-            say(f"{unknown} of {len(alone)} results have no intervals: no regions like the mask's could be hidden")
+            say(f"{unknown} of {len(alone)} results have no intervals: too few voxels like the mask's could be hidden")
         numbers = {task.stack.name: task.stack.numbers for task in self.tasks if len(task.stack) > 1}
         outcomes = [self._outcome(number, done) for number in range(len(self.tasks))]
         deep, volumes = [n for n, task in enumerate(self.tasks) if is_deep(task.stack)], self.volumes.of.values()

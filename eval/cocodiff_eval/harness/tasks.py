@@ -571,7 +571,7 @@ def export(
             from cocodiff_eval.data.labels import write_labels  # imports Zarr's library, which takes a second
 
             lost += write_labels(written, stack, mask.read if made else None, {**of_mask, "mask": mask.name})
-    if made and task.format != "zarr":
+    if (made or mask.full or stack.region is not None) and task.format != "zarr":
         write(MASK, stack.as_map(), np.dtype(np.uint8), lambda index: mask.read(index) * np.uint8(255), of_mask, True)
     return lost
 

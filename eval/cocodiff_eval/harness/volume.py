@@ -352,7 +352,8 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     if not volume.restores(axes):
         raise UserError(
             f"--axes {' '.join(axes)}: along each of them a slice is masked wholly, and where these meet nothing is "
-            f"left to restore from: take another axis in, or leave these voxels out of the mask"
+            f"left to restore from: {'take another axis in, or ' * (len(axes) < len(AXES))}leave these voxels out of "
+            f"the mask"
         )
     return volume, replace(mask, full=frozenset(), masked=tuple((statistics.counts("z") > 0).tolist()))
 

@@ -91,7 +91,9 @@ def near_best(products_BAA: np.ndarray, counts_B: np.ndarray, errors: float = 1.
     apart_BA = squares_BA - squares_BA[:, [int(squares_BA.sum(axis=0).argmin())]]
     blocks, voxels = len(counts_B), counts_B.sum()
     mean_A = apart_BA.sum(axis=0) / voxels
-    scatter_A = np.square(apart_BA - mean_A * counts_B[:, None]).sum(axis=0) * blocks / max(1, blocks - 1)
+    if blocks < 2:  # one block has no standard error
+        return np.ones(len(mean_A), bool)
+    scatter_A = np.square(apart_BA - mean_A * counts_B[:, None]).sum(axis=0) * blocks / (blocks - 1)
     return np.asarray(mean_A <= errors * np.sqrt(scatter_A) / voxels)
 
 

@@ -266,6 +266,9 @@ def hide(
     uncut: set[Box] = set()
     for part in (1, 2, 4, 8):
         boxes, weights = _parts(survey.masked_ZYX, [max(1, -(-side // part)) for side in survey.masked_ZYX.shape])
+        others = [number for number, (_, sides) in enumerate(boxes) if sides[1:] != survey.masked_ZYX.shape[1:]]
+        if tuple(along) == ("z",) and others:  # slices that are masked wholly are left as they are
+            boxes, weights = [boxes[number] for number in others], weights[others] / weights[others].sum()
         uncut = uncut or {*boxes}
         found = _rounds(survey, boxes, weights, rng, min(rounds, slices, LATTICES)) if boxes else []
         if sum(map(len, found)) > sum(map(len, best)):
