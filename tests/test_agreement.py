@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -75,9 +75,9 @@ def of_other_weights(pipe: Any) -> None:
     weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
 
 
-def with_noise_of_its_own(pipe: Any, step: int, time: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_noise_of_its_own(pipe: Any, step: int, time: Any, given: dict[str, Tensor], first: int = 0) -> dict[str, Any]:
     """As of a solver that draws fresh noise."""
-    return {"latents": given["latents"] + 0.1}
+    return {"latents": given["latents"] + 0.1 * (step >= first)}
 
 
 def shifted(pipe: Any) -> None:
@@ -101,6 +101,7 @@ CALLS: dict[str, Callable[[Any, bool], Any]] = {
     "steps": painting({"num_inference_steps": 4}),
     "size": painting({"height": 48}),
     "noise of the second step": painting({"callback_on_step_end": with_noise_of_its_own}, branches=2),
+    "noise of the last step": painting({"callback_on_step_end": partial(with_noise_of_its_own, first=2)}),
     "scale": painting({"guidance_scale": 9.0}),
     "guidance": painting({"true_cfg_scale": 3.0}),
     "seed of the second run": later(seed=5),
@@ -120,6 +121,23 @@ def test_a_rank_that_differs_is_named(case, differing):
     """Also where it would be hidden, since one rank decodes the image for all."""
     for said in refusals(CALLS[case], PIPELINES["flux"](heads=12), differing):
         assert said.startswith(f"1 of 3 ranks ({differing}) call the transformer with") and re.search(WORDS[case], said)
+
+
+def test_a_copy_of_the_pipeline_has_last_steps_of_its_own():
+    """They take twice the bits, though the pipeline itself has run for longer."""
+
+    pipe = PIPELINES["flux"](heads=12)
+
+    def work(transport: Any) -> list[float]:
+        own = copy.deepcopy(pipe)
+        with torch.no_grad(), parallelize(own, "coded-", transport=transport) as engine:
+            for one, steps in ((own, 20), (copy.copy(own), 12)):
+                engine.forget_drift()
+                painting({"num_inference_steps": steps})(one, True)
+            return [row["sent_fraction"] for row in engine.drift_profile()]
+
+    sent, other = run_ranks(2, work, timeout_s=60.0)
+    assert sent == other and len(sent) == 12 and min(sent[-2:]) > 1.5 * sent[-3]
 
 
 def test_other_weights_of_a_model_that_is_sampled(monkeypatch):

@@ -52,7 +52,7 @@ def test_parallelize_refuses_settings_before_it_starts():
 
 def test_a_machine_file_by_path(tmp_path: Path) -> None:
     path = tmp_path / "quad.yaml"
-    path.write_text("name: quad\ntiles: 4\nplanes: [0, 1, 2, 3]\nlinks: {sibling_gb_s: 7, plane_gb_s: 7, nic_gb_s: 7}\n")
+    path.write_text("name: quad\ntiles: 4\nplanes: [0, 1, 2, 3]\nlinks: {sibling_gb_s: 9, plane_gb_s: 7, nic_gb_s: 1}")
     machine = load_machine(str(path))
     assert (machine.name, machine.tiles, machine.planes, machine.cards) == ("quad", 4, (0, 1, 2, 3), None)
     assert machine.links.plane_gb_s == 7

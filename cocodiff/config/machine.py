@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 
 from cocodiff.config.errors import UserError
 
-
 LINK_RATES = ("sibling_gb_s", "plane_gb_s", "nic_gb_s")
 
 

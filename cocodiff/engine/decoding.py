@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cocodiff.comm.transport import Transport
 from cocodiff.config.errors import UserError
+from cocodiff.engine.agreement import check_agreement
 from cocodiff.models.checks import replace
 
 VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
@@ -72,6 +73,8 @@ class SharedVAE:
         """Decode latents as the VAE does. Every rank calls it with the same latents and gets the same image, on its own
         device.
 
+        Raise UserError on every rank if their latents differ.
+
         Args:
             z: the latents.
             return_dict: True for a `DecoderOutput`, False for a tuple with the image.
@@ -79,6 +82,7 @@ class SharedVAE:
         """
         from diffusers.models.autoencoders.vae import DecoderOutput
 
+        check_agreement({"latents": z}, self._transport, "the latents of an image")
         image = self._image(z, **options)
         return DecoderOutput(sample=image) if return_dict else (image,)
 

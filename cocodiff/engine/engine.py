@@ -606,8 +606,12 @@ class Engine:
             planner().check_room_for_layers(layers, qkv, self.sequence, self._ranks_on_node)
 
     def _steps(self) -> int | None:
-        """Return the number of denoising steps of a run, from the pipeline or the settings; None if neither tells
-        it."""
+        """Return the number of denoising steps of a run, from the scheduler, the pipeline or the settings; None if none
+        of them tells it."""
+        scheduler = getattr(self._pipe, "scheduler", None)
+        begin = getattr(scheduler, "begin_index", None)
+        if scheduler is not None and begin is not None:  # set by the pipeline that runs, which may be a copy
+            return len(scheduler.timesteps) - int(begin)
         steps = getattr(self._pipe, "num_timesteps", None) or self.config.steps
         return None if steps is None else int(steps)
 

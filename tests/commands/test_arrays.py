@@ -97,6 +97,14 @@ def test_a_mask_that_is_too_small_is_told() -> None:
     assert small.metrics["config"]["steps"] == 10 and (small.mask == mask).all()
 
 
+def test_a_region_has_a_mask_of_its_own_and_a_lost_slice_is_told() -> None:
+    mask = np.broadcast_to(MASK, VOLUME.shape) | (np.arange(4) == 2)[:, None, None]
+    with pytest.warns(UserWarning, match=r"slices \[2\] are masked wholly"):
+        found = cocodiff.restore(VOLUME, mask, samples=1, slices="1:4", roi="10:40,5:40", **QUICK)
+    assert (found.mask == np.where(mask.all(axis=(1, 2)), False, mask.T).T[1:, 10:40, 5:40]).all()
+    assert (found.mean == VOLUME[1:, 10:40, 5:40])[~found.mask].all()
+
+
 @pytest.mark.full
 def test_the_example_of_the_pages_runs() -> None:
     script = Path(__file__).parent.parent.parent / "docs" / "restore.py"

@@ -23,6 +23,7 @@ from cocodiff_eval.harness.partition import image_tokens
 from cocodiff_eval.harness.pipelines import Request, no_prompt
 from launching import assert_succeeded, with_options
 from PIL import Image
+from value_tables import beside
 from warm import forked
 from words import words
 
@@ -36,28 +37,16 @@ FAMILIES["flux2"] = lambda: tiny_pipelines.flux2_pipeline(klein=False)
 SIDES = {"height": 32, "width": 48}
 PROMPTS = ["a tooth", "A tooth", "bone, polished"]
 FRAMES, STEPS = 5, 3  # of videos
-VIDEO = ("--frames", str(FRAMES), "--steps", str(STEPS), "--ranks")
-OF_IMAGE = (*VIDEO, "2", "--image", "first.png")
-BOUND = ("--preset", "split", "--quality", "50dB", "--quality_every", "9", "--guidance", "1", "--quiet")
-RUNS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    **{name: (build, ("--ranks", "2", "--quiet")) for name, build in FAMILIES.items()},
-    "flux": (FAMILIES["flux"], ("--ranks", "2", "--quiet", "--guidance", "0")),
-    "text-sd3": (
-        lambda: tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text()),
-        ("--prompt", *PROMPTS, "--preset", "flat,tapa", "--replicas", "2", "--ranks", "4"),
-    ),
-    "text-klein": (
-        lambda: tiny_pipelines.flux2_pipeline(**tiny_pipelines.qwen3_text()),
-        ("--prompt", PROMPTS[0], "--order", "v_first", "--no-exact", "--quiet", "--ranks", "2", "--seed", "7"),
-    ),
-    "wan": (tiny_pipelines.wan_pipeline, (*VIDEO, "2", "--preset", "flat,tapa", "--fps", "9")),
-    "text-wan": (
-        lambda: tiny_pipelines.wan_pipeline(**tiny_pipelines.umt5_text()),
-        (*VIDEO, "4", "--prompt", *PROMPTS[::2], "--replicas", "2", "--guidance", "30", "--guidance_2", "2"),
-    ),
-    "clip": (partial(tiny_pipelines.wan_pipeline, experts=1, image=True, clip=True), OF_IMAGE),
-    "tokens": (partial(tiny_pipelines.wan_pipeline, experts=1, tokens=True), (*OF_IMAGE, "--preset", "coded")),
+RUNS: dict[str, Callable[[], Any]] = {
+    **FAMILIES,
+    "text-sd3": lambda: tiny_pipelines.sd3_pipeline(**tiny_pipelines.clip_text()),
+    "text-klein": lambda: tiny_pipelines.flux2_pipeline(**tiny_pipelines.qwen3_text()),
+    "wan": tiny_pipelines.wan_pipeline,
+    "text-wan": lambda: tiny_pipelines.wan_pipeline(**tiny_pipelines.umt5_text()),
+    "clip": partial(tiny_pipelines.wan_pipeline, experts=1, image=True, clip=True),
+    "tokens": partial(tiny_pipelines.wan_pipeline, experts=1, tokens=True),
 }
+WORDS = beside(__file__)  # of each run
 Run, Models = Callable[..., Path], Callable[[str], Path]
 
 
@@ -68,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
     def saved(name: str) -> Path:
         if not (folder / name).exists():
-            RUNS[name][0]().save_pretrained(folder / name)
+            RUNS[name]().save_pretrained(folder / name)
         return folder / name
 
     return saved
@@ -91,7 +80,7 @@ def made(model: Models, first: Path, tmp_path_factory: pytest.TempPathFactory) -
         out = folder / name
         if not out.exists():
             options = words("generate", model=of or model(name), out=out, steps=2, **SIDES)
-            given = [str(first) if word == first.name else word for word in more or RUNS[name][1]]
+            given = [str(first) if word == first.name else word for word in more or WORDS.get(name, WORDS["others"])]
             done = forked(*with_options(options, *given), folder=folder)
             assert_succeeded(done)
             (folder / f"{name}.out").write_text(done.stdout)
@@ -139,7 +128,7 @@ def test_prompts_are_encoded_once_with_the_pipelines_own_guidance(made: Run, mod
 
 
 def test_a_bound_on_quality_is_checked_on_some_images_and_kept_on_them(made: Run, model: Models) -> None:
-    out = made("bounded", model("text-sd3"), ("--prompt", *PROMPTS, *BOUND, "--ranks", "2"))
+    out = made("bounded", model("text-sd3"))
     document = json.loads((out / "metrics.json").read_text())
     (found,), rows = document["quality"], document["images"]
     taken = next(one for one in found["tried"] if one["setting"] == found["setting"])

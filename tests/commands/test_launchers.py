@@ -17,6 +17,7 @@ from launching import TESTS, assert_succeeded, find_mpiexec, mpiexec, run, with_
 from tiny_models import sd3_inpaint_pipeline
 from tiny_pipelines import TEXT_WIDTH, clip_text, sd3_pipeline
 from transformers import T5Config, T5EncoderModel
+from value_tables import beside
 from warm_ranks import warm_mpiexec
 
 from cocodiff.cli.main import main
@@ -231,26 +232,12 @@ def test_the_example_of_the_readme(tmp_path: Path, launcher: str) -> None:
     assert all(image == found["images"][0] for image in found["images"]) and found["drift"] == []
 
 
-LEAVES = "left the run"
-HANGS = "has not gone on from broadcast_value"
-DIES = "died: its connection closed"
+def in_tiers(row: list[Any]) -> Any:
+    *values, tiers = row
+    return pytest.param(*values, marks=[getattr(pytest.mark, tier) for tier in tiers])
 
 
-@pytest.mark.parametrize(
-    ("fault", "transport", "said"),
-    [
-        ("killed", "mpi", DIES),
-        pytest.param("exception", "mpi", "failed: RuntimeError: the disk is on fire", marks=pytest.mark.full),
-        pytest.param("killed", "mpi-rma", DIES, marks=pytest.mark.full),
-        pytest.param("killed", "gloo", DIES, marks=pytest.mark.full),
-        pytest.param("killed at the start", "mpi", "died before the ranks had met", marks=pytest.mark.full),
-        pytest.param("leaves", "mpi", LEAVES, marks=pytest.mark.full),
-        pytest.param("leaves", "mpi-rma", LEAVES, marks=pytest.mark.full),
-        pytest.param("leaves", "gloo", LEAVES, marks=pytest.mark.exhaustive),
-        pytest.param("sleeps", "mpi", HANGS, marks=pytest.mark.full),
-        pytest.param("sleeps", "mpi-rma", HANGS, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("fault", "transport", "said"), [*map(in_tiers, beside(__file__))])
 def test_a_rank_that_is_lost_is_named_once_by_each_survivor(fault: str, transport: str, said: str) -> None:
     """One whose main thread hangs is given up by the others, and ends."""
     start = mpiexec if fault == "killed at the start" else warm_mpiexec

@@ -10,7 +10,7 @@ import pytest
 import tifffile
 from cocodiff_eval.data.masks import Mask, block_mask, center_mask, make_mask
 from cocodiff_eval.data.slices import open_stack
-from cocodiff_eval.data.volume import Stack
+from cocodiff_eval.data.volume import Region, Stack
 from cocodiff_eval.harness.tasks import values_to_compare
 from eval_helpers import CASES, marked
 from hypothesis import given, settings
@@ -108,6 +108,9 @@ def test_mistakes(tmp_path: Path, stack: Stack, case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+BELOW = Region((1, 12, 0), (3, 40, 52))  # of a stack, into which marked voxels grow from outside
+
+
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("grow", [1, 2])
 def test_a_mask_grows_by_voxels_on_each_side(tmp_path: Path, stack: Stack, deep: bool, grow: int) -> None:
@@ -121,6 +124,8 @@ def test_a_mask_grows_by_voxels_on_each_side(tmp_path: Path, stack: Stack, deep:
         grown = make_mask(f"{tmp_path}/mask.tif", stack, grow=grow, invert=invert)
         assert grown.masked == tuple(np.broadcast_to(expected.any(axis=(1, 2)), 3))
         assert all(np.array_equal(grown.read(index), expected[index if deep else 0]) for index in range(3))
+        part = make_mask(f"{tmp_path}/mask.tif", stack.cropped(BELOW), grow=grow, invert=invert)
+        assert all(np.array_equal(part.read(n), expected[n + 1 if deep else 0, 12:]) for n in range(2))
 
 
 def test_a_mask_of_nearly_all_voxels_is_refused_unless_it_is_meant(tmp_path: Path, stack: Stack) -> None:

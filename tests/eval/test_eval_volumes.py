@@ -161,6 +161,7 @@ def test_members_are_near_the_best_within_some_standard_errors(errors: float, ne
     errors_AP = np.sqrt(np.stack([np.full(40, 9.0), apart_B]))
     found_A = fusing.near_best(*fusing.products_in_blocks(errors_AP, np.arange(40)), errors)
     assert found_A.tolist() == [True, near]
+    assert fusing.near_best(*fusing.products_in_blocks(errors_AP, np.zeros(40, int)), errors).all()  # no scatter known
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -398,6 +399,8 @@ def test_hidden_regions_are_the_masks_where_voxels_are_known(mask_ZYX: np.ndarra
     for found in rounds:
         check_regions(found, mask_ZYX)
     assert len({found.pieces for found in rounds}) == len(rounds)
+    found = hide(survey_of(mask_ZYX | marked(BIG, np.s_[25])), 8, seed=3, along="z")  # it leaves a lost slice as it is
+    assert mask_ZYX[10].all() or all(piece.shape[1:] != BIG[1:] for one in found for piece in one.pieces)
     alone = hide(survey, 8, seed=3, along="z")  # slices along y and x cost nothing there
     assert [one.pieces for one in alone] == [one.pieces for one in rounds]
     for few, many in zip(lattices, alone, strict=False):

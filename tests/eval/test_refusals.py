@@ -120,8 +120,6 @@ LARGE, CUT_SHORT = voxels((4, 64, 64)), r"scan\.tif: .*(cannot be read|damaged T
 TILES = {"tile": (16, 16), "compression": "zlib"}
 SUFFIXES = (".tif", ".png", ".h5", ".npy", ".mrc")
 MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "missing": (lambda d: str(d / "no.tif"), r"no\.tif: no such file"),
-    "directory": (lambda d: str(d), r"is a directory.*\*\.png"),
     # PNG
     "short png": (lambda d: cut(write_png(d, voxels((64, 64), "uint8")), 2000), "not a readable PNG"),
     "colour png": (lambda d: write_png(d, COLOUR), "a colour image whose channels differ"),
@@ -171,8 +169,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     },
     # What is never opened
     "loop": (lambda d: linked(d / "a.tif", d / "a.tif"), "symbolic links"),
-    "long name": (lambda d: str(d / f"{'x' * 300}.tif"), "name too long"),
-    "null": (lambda d: str(d / "nul\0.tif"), "null"),
     **{
         f"{kind} {suffix}": (lambda d, make=make, suffix=suffix: make(d / f"a{suffix}"), f"is a {kind}")
         for suffix in SUFFIXES
