@@ -177,7 +177,8 @@ def write_result(
         expected = hidden[part].reshape(stack.shape)
     suffix = FORMATS[task.format].suffix
     path, of_spread, of_mask = (out / task.files.result(end, suffix) for end in ("tapa", "tapa_spread", "mask"))
-    written = {path, of_spread} | ({of_mask} if mask in MADE and task.format != "zarr" else set())
+    masked = mask in MADE or task.mask.full or stack.region is not None
+    written = {path, of_spread} | ({of_mask} if masked and task.format != "zarr" else set())
     if not np.array_equal(masks, expected) or {*out.iterdir()} != written:
         return f"another mask, or other files than {[one.name for one in written]}"
     own = format == "same" or task.format == stack.metadata.kind.replace("hdf5", "h5")

@@ -231,7 +231,7 @@ class Facts:
         if self.overlap is not None:
             measured["overlap_share"] = self.overlap.hidden
         if self.issues:
-            quick = min(self.issues, key=lambda issue: (issue.messages, issue.bytes))
+            quick = min(self.issues, key=lambda issue: (issue.messages, issue.bytes, issue.complete_s))
             of_host = quick.messages * self.blocked_us
             measured |= {"blocked_us": self.blocked_us, "latency_us": max(0.0, quick.complete_s * 1e6 - of_host)}
         for name, value in measured.items():
