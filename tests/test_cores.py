@@ -46,6 +46,7 @@ def test_only_cores_that_ranks_share_are_divided(monkeypatch, own, granted, laun
     limit_threads(ranks, launched)
     assert threads() == dict.fromkeys(THREADS, str(share)) | {"OPENBLAS_NUM_THREADS": "1"}
     assert kernel.masks == {ME: {*own}, LAUNCHER: {*launcher}}
+    assert int(os.environ["GOMP_SPINCOUNT"]) < 10**5  # threads that wait leave their cores to others
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
 
     NumPy's and SciPy's OpenBLAS gets one thread. They solve many small systems, for which its threads would wait for
     each other: on cores that other processes use too, the methods without a model would take twice as long.
+    Torch's threads sleep after some 20 microseconds of waiting for each other: on such cores they would spin away the
+    time that the others need, and a job would take up to nine times as long.
 
     Args:
         ranks: number of ranks on this host
@@ -79,6 +81,7 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
     share = str(max(1, min(len(own), len(shared) // ranks)))
     for name in THREADS:
         os.environ.setdefault(name, "1" if name == "OPENBLAS_NUM_THREADS" else share)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _shared_cores(own: set[int]) -> set[int]:
