@@ -74,6 +74,7 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
         ranks: number of ranks on this host
         launched: True if a launcher such as mpiexec started them, which may have bound each to some cores
     """
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if os.environ.get(THREADS[0]):
         return
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(os.cpu_count() or 1)}
@@ -81,7 +82,6 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
     share = str(max(1, min(len(own), len(shared) // ranks)))
     for name in THREADS:
         os.environ.setdefault(name, "1" if name == "OPENBLAS_NUM_THREADS" else share)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _shared_cores(own: set[int]) -> set[int]:
