@@ -37,7 +37,6 @@ from cocodiff.topology.routes.plans import Phase, plan_of
 Document = dict[str, Any]  # a part of plan.json, from which the printed lines are made
 PEERS_SHOWN = 6  # messages of one phase that are printed
 WORTH_SAYING = 0.1  # an end of a range that changes a step by a smaller share of it is not reported
-COLOURS = ("#4e79a7", "#f28e2b", "#76b7b2", "#59a14f", "#edc948", "#e15759")
 GIGABYTES = [f"{link} GB" for link in LINK_CLASSES]
 FITS = {True: "yes", False: "no", None: "unknown"}
 ROWS = {  # rows of the table of memory, with the field of `RankMemory`
@@ -138,6 +137,18 @@ def peaks_in_mib(peaks: Peaks, rank: RankMemory, tile: int | None, ranks: int) -
     return {"text_encoders": peaks.encoders / MIB, "vae_weights": peaks.vae / MIB, "vae": of_vae}
 
 
+def title_of(case: Document) -> str:
+    """Return a line that names the model, the sizes and the ranks of a plan.
+
+    Args:
+        case: the section "case" of plan.json.
+    """
+    frames = "" if case.get("frames", 1) == 1 else f"{case['frames']} frames of "
+    height, width = (case.get(name, case["size"]) for name in ("height", "width"))
+    made = f"{frames}{height}x{width} batch {case['batch']}, {case['branches']} branch(es), {case['dtype']}"
+    return f"{case['model']} {made}: {case['ranks']} rank(s) on {case['nodes']} node(s) of {case['machine']}"
+
+
 def memory_table(plan: Document, topology: Topology, why: str | None) -> list[str]:
     """Return the lines that `cocodiff plan` prints about memory: a heading, the table, and what fits.
 
@@ -147,14 +158,7 @@ def memory_table(plan: Document, topology: Topology, why: str | None) -> list[st
         why: the reason why a rank does not fit a tile; None if it fits.
     """
     case, of, peaks = plan["case"], plan["memory_mib"], plan["peaks_mib"]
-    frames = "" if case.get("frames", 1) == 1 else f"{case['frames']} frames of "
-    height, width = (case.get(name, case["size"]) for name in ("height", "width"))
-    lines = [
-        f"{case['model']} {frames}{height}x{width} batch {case['batch']}, {case['branches']} branch(es), "
-        f"{case['dtype']}, preset {case['preset']}: {case['ranks']} rank(s) on {case['nodes']} node(s) of "
-        f"{case['machine']}",
-        f"{'MiB':<28}{'a layer':>12}{'a rank':>12}{'a node':>12}",
-    ]
+    lines = [f"{title_of(case)}, preset {case['preset']}", f"{'MiB':<28}{'a layer':>12}{'a rank':>12}{'a node':>12}"]
     rows = [(name, of["site"].get(field), of["rank"][field], of["node"][field]) for name, field in ROWS.items()]
     if peaks is not None:
         rows.append(("text encoders, at the start", None, peaks["text_encoders"], peaks["text_encoders"]))
@@ -258,8 +262,8 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
         values: the command's options by name.
         division: the plan.
         plan: the content of plan.json, which is added to.
-        folder: folder of the results, which decisions.yaml, explain.txt and plan.png are written to as the options ask;
-            None for none.
+        folder: folder of the results, which decisions.yaml and plan.png are written to as the options ask; None for
+            none.
     """
     (case,), first = division.cases, division.parts[0][0][0]
     topology, config, step = case.topology, first.config, step_json(division.steps[0])
@@ -280,20 +284,14 @@ def add_times(values: dict[str, Any], division: Division, plan: Document, folder
     stable = case.stable if config.schedule == "threshold" else None
     plan["assumed"] = {**case.latencies._asdict(), "stable": stable, "decisions": title}
     if values["explain"]:
-        told = explain(first)
-        say_all(told)
-        if folder is not None:
-            (folder / "explain.txt").write_text("\n".join(told) + "\n")
+        say_all(explain(first))
     plan["beliefs"] = rows = at_both_ends(division)
     say_all(ends_table(rows, step["step_s"], choices_of(division), topology.machine.name))
     if values["compare"] and values["images"] is None:
         plan["compare"] = rows = compare(division, values["machine"], {values["preset"]: step})
         say_all([*compared(rows), *(fastest_at_ends(division, values["machine"], rows) if topology.size > 1 else [])])
         if folder is not None:
-            sides = "" if values["size"] is None else f" {values['size']}x{values['size']}"
-            ranks = f"{topology.size} ranks on {topology.nodes} node(s) of {topology.machine.name}"
-            where = f"{case.shape.name}{sides} batch {values['batch']}, {ranks}"
-            plot_presets(rows, where, folder / "plan.png")
+            plot_presets(rows, title_of(plan["case"]), folder / "plan.png")
 
 
 def step_json(step: StepPlan) -> Document:
@@ -427,12 +425,9 @@ def fastest_at_ends(division: Division, machine: str, rows: Sequence[Document]) 
         machine: the option --machine.
         rows: the section "compare" of plan.json with these values.
     """
-    lines, now = [], fastest(rows)
-    for end in ends_of(division):
-        there = fastest(compare(end.division, machine, {}))
-        if there != now:
-            lines.append(f"fastest with {end.belief.name} {end.value:g}: {there}, not {now}")
-    return lines
+    found = ((end, fastest(compare(end.division, machine, {}))) for end in ends_of(division))
+    now = fastest(rows)
+    return [f"fastest with {end.belief.name} {end.value:g}: {at}, not {now}" for end, at in found if at != now]
 
 
 def fastest(rows: Sequence[Document]) -> str:
@@ -579,23 +574,18 @@ def plot_presets(rows: Sequence[Mapping[str, Any]], where: str, path: Path) -> N
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if "step_s" in row]
-    names = [row["preset"] for row in shown]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     times, sent = figure.subplots(1, 2)
-    compute, whole = (np.array([row[key] * 1e3 for row in shown]) for key in ("compute_s", "step_s"))
-    of_time = {"compute": compute, "communication that nothing hides": np.maximum(0, whole - compute)}
-    of_links = {link: np.array([row["bytes_per_step"][link] / 1e9 for row in shown]) for link in LINK_CLASSES}
-    for axes, parts, colours in ((times, of_time, COLOURS[:2]), (sent, of_links, COLOURS[2:])):
-        top = np.zeros(len(shown))
-        for (label, values), colour in zip(parts.items(), colours, strict=True):
-            axes.bar(names, values, bottom=top, color=colour, label=label)
-            top = top + values
-        axes.set_ylim(0, 1.25 * top.max() or 1)
-        axes.legend(fontsize=8, ncols=len(parts) // 2)
+    ms_2R = 1e3 * np.array([[row["compute_s"], max(0.0, row["step_s"] - row["compute_s"])] for row in shown]).T
+    gb_CR = np.array([[row["bytes_per_step"][link] / 1e9 for link in LINK_CLASSES] for row in shown]).T
+    of_time = ("compute", "communication that nothing hides")
+    for axes, labels, parts in ((times, of_time, ms_2R), (sent, LINK_CLASSES, gb_CR)):
+        for label, height_R, top_R in zip(labels, parts, parts.cumsum(0), strict=True):
+            axes.bar([row["preset"] for row in shown], height_R, bottom=top_R - height_R, label=label)
+        axes.set_ylim(0, 1.25 * parts.sum(0).max() or 1)  # room for the legend
+        axes.legend(fontsize=8, ncols=len(labels) // 2)
         axes.tick_params(axis="x", labelrotation=20)
-    for x, row in enumerate(shown):
-        note = f"{row['over_flat']:.2f}x" + ("" if row["exact"] else "\nlossy")
-        times.text(x, whole[x], note, ha="center", va="bottom", fontsize=8)
+    times.bar_label(times.containers[1], [f"{row['over_flat']:.2f}x" + "\nlossy" * (not row["exact"]) for row in shown])
     times.set(ylabel="ms a step", title="time (speed-up over flat)")
     sent.set(ylabel="GB a step, all ranks", title="payload by class of link")
     figure.suptitle(where, fontsize=10)

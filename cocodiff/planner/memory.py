@@ -251,30 +251,19 @@ def misfit(need: RankMemory, memory: int | None) -> str | None:
     """
     if memory is None or need.total <= memory:
         return None
+    fewer = "a smaller batch or more ranks"
     if need.weights > memory:
         blame = "the weights alone do not fit: share them by weights card or node, or use a smaller dtype"
     elif need.weights + need.activations > memory:
-        blame = (
-            "weights and activations alone do not fit: share weights by weights card or node, or use a smaller batch, "
-            "a smaller image or more ranks"
-        )
+        blame = f"weights and activations alone do not fit: use weights card or node, a smaller image, {fewer}"
     elif 2 * need.step_cache > need.cache:
-        blame = (
-            "what the step cache keeps is too much: use a smaller batch, more ranks, or step_cache none, which keeps "
-            "nothing"
-        )
+        blame = f"what the step cache keeps is too much: use step_cache none, which keeps nothing, {fewer}"
     elif need.in_flight:
-        blame = (
-            "what calls keep for the next ones and have in flight is too much: use arrival now, which has nothing in "
-            "flight (and with codec none keeps nothing), predictor last with a codec, a smaller batch or more ranks"
-        )
+        blame = f"what calls keep or have in flight is too much: use arrival now, predictor last, {fewer}"
     elif need.reconstructions:
-        blame = (
-            "what the residual codec keeps is too much: use predictor last, which keeps half of what the others do, a "
-            "smaller batch, more ranks, or codec none, which keeps nothing"
-        )
+        blame = f"what the residual codec keeps is too much: use predictor last, which keeps half, codec none, {fewer}"
     else:
-        blame = "V-Major's cache is too much: use a smaller batch, more ranks, or preset tapa, which keeps no cache"
+        blame = f"V-Major's cache is too much: use preset tapa, which keeps no cache, {fewer}"
     listed = ", ".join(f"{name} {mib(getattr(need, name))}" for name in ("weights", "activations", "cache", "library"))
     return f"{mib(need.total)} MiB are needed ({listed}) and {mib(memory)} MiB are there; {blame}"
 

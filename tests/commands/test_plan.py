@@ -61,7 +61,7 @@ def test_what_a_plan_says(words: str, plan: Plan, snapshot: Callable[[str], None
     snapshot(yaml.safe_dump(rounded(told), default_flow_style=None, width=120))
     if "--compare --explain" in words:
         assert Path("plan/plan.png").stat().st_size > 10_000
-        assert "to 3    plane" in Path("plan/explain.txt").read_text()
+        assert "to 3    plane" in shown
         assert told["time"]["step_s"] == next(r for r in told["compare"] if r["preset"] == "tapa")["step_s"]
 
 
