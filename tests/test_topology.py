@@ -79,7 +79,9 @@ PAIR = Machine("pair", tiles=2, planes=(0, 1), cards=2, nodes=2)
 
 
 def test_more_ranks_than_the_machines_nodes_hold_are_refused():
-    with pytest.raises(UserError, match=r"pair has 2 node\(s\) of 4 ranks and 12 rank\(s\)(?=.* 4 ).*--machine local"):
+    with pytest.raises(
+        UserError, match=r"pair has 2 node\(s\) of 4 ranks and 12 rank\(s\)(?=.* 8 ranks).*--machine local"
+    ):
         Topology.build(PAIR, 12)
     assert Topology.build(PAIR, 8).nodes == 2
 

@@ -38,7 +38,7 @@ OPTIONS = (
     Option("text_tokens", "tokens of the prompt; default: the model's longest", type=int),
     Option("negative_tokens", "tokens of the prompt that guidance leads away from; default: as many", type=int),
     Option("machine", "machine of the run: aurora or a .yaml file", "aurora"),
-    Option("nodes", "nodes of the run", 1, type=int),
+    Option("nodes", "nodes of the run (default: 1)", type=int),
     Option("ranks", "ranks of the run, on a machine of no fixed size", type=int),
     Option("preset", "the run's preset; by default that of jobs", "tapa"),
     Option(
@@ -180,7 +180,8 @@ def replicas_line(case: Case) -> list[str]:
 def topology_of(values: dict[str, Any]) -> Topology:
     """Return the ranks that the options ask for, on their machine.
 
-    Raise UserError if the machine has no fixed size and no number of ranks is given.
+    Raise UserError if the machine has no fixed size and no number of ranks is given, or if the ranks are on another
+    number of nodes than is given.
 
     Args:
         values: the command's options by name.
@@ -188,7 +189,14 @@ def topology_of(values: dict[str, Any]) -> Topology:
     machine = load_machine(values["machine"])
     if values["ranks"] is None and machine.tiles_per_node is None:
         raise UserError(f"machine {machine.name} has no fixed size: add --ranks N")
-    return Topology.build(machine, values["ranks"] or values["nodes"] * machine.tiles_per_node, None)
+    nodes = values["nodes"] or 1
+    ranks = values["ranks"] or nodes * (machine.tiles_per_node or 1)
+    topology = Topology.build(machine, ranks, -(-ranks // nodes))
+    if values["nodes"] not in (None, topology.nodes):
+        raise UserError(
+            f"--nodes {nodes}: {ranks} ranks of {machine.name} fill {topology.nodes} node(s): leave it away"
+        )
+    return topology
 
 
 def video_of(values: dict[str, Any], shape: ModelShape) -> Video:

@@ -129,10 +129,16 @@ def verify(
         warnings.simplefilter("ignore")
         given = dict(inputs or {})
         calls: Calls = [(model, [given] * 2)] if target is model else recorded_calls(target, models, given)
-        plain = _outputs(calls)
+        try:
+            plain = _outputs(calls)
+        except Exception as error:
+            about = f"{type(error).__name__}: {error}"
+            raise UserError(f"{type(model).__name__} with {', '.join(given) or 'no inputs'}: {about}") from error
         with TorchFunctions(in_opposite_order):
             other = _outputs(calls)
-        largest = max(float(x.abs().max()) for x in plain)
+        largest = _largest(plain)
+        if not largest < float("inf"):
+            raise UserError(f"{type(model).__name__} gives {largest} in one process: there is nothing to compare with")
         allowed = BEYOND_ROUNDING * _difference(plain, other) + torch.finfo(plain[0].dtype).eps * largest
         case = RecordedCalls(calls, plan, plain, allowed, compile)
         settings = exact_settings() | {CACHED: Config(step_cache="first_block", step_cache_threshold=1e30)}
@@ -175,7 +181,7 @@ def recorded_calls(pipe: Any, models: Sequence[nn.Module], arguments: dict[str, 
             hooks.callback(model.register_forward_pre_hook(keep, with_kwargs=True).remove)
         try:
             pipe(**arguments)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             given = f"{type(pipe).__name__} with {', '.join(arguments)}"
             raise UserError(f"{given}: {error}: call cocodiff.verify(pipe, inputs=...) with what it wants") from error
     if not all(calls):
@@ -267,8 +273,13 @@ def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     """
     if [x.shape for x in one] != [x.shape for x in other]:
         return float("inf")
-    found = max(float((x.double() - y.double()).abs().max()) for x, y in zip(one, other, strict=True))
+    found = _largest([x.double() - y.double() for x, y in zip(one, other, strict=True)])
     return found if found == found else float("inf")
+
+
+def _largest(values: Sequence[Tensor]) -> float:
+    """Return the largest absolute value in a list of tensors; NaN if one of them is."""
+    return float(torch.stack([x.abs().max().double() for x in values]).max())
 
 
 def in_opposite_order(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> Tensor:

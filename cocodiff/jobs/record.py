@@ -58,6 +58,8 @@ def _unequal_parts(old: Any, new: Any) -> tuple[Any, Any]:
         key = next(key for key in old if old[key] != new[key])
         inner = _unequal_parts(old[key], new[key])
         return f"{key} {inner[0]}", f"{key} {inner[1]}"
+    if isinstance(old, list) and isinstance(new, list):
+        return f"{len(old)} of them", f"{len(new)} of them"
     return old, new
 
 

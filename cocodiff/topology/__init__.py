@@ -58,9 +58,9 @@ class Topology:
         fixed = machine.tiles_per_node
         if fixed is not None and (size % fixed or (machine.nodes and size > machine.nodes * fixed)):
             whole = f"{machine.nodes} node(s) of {fixed}" if machine.nodes else f"nodes of {fixed}"
-            below = size // fixed * fixed
+            below = min(size // fixed, machine.nodes or size) * fixed
             nearest = [n for n in (below, below + fixed) if n and n <= (machine.nodes or size) * fixed]
-            remedy = f"start {' or '.join(map(str, nearest)) or fixed} ranks, or use --machine local"
+            remedy = f"start {' or '.join(map(str, nearest))} ranks, or use --machine local"
             raise UserError(f"machine {machine.name} has {whole} ranks and {size} rank(s) were started: {remedy}")
         per_node = fixed or ranks_per_node or size
         cards_per_node = math.ceil(per_node / machine.tiles)

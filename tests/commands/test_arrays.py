@@ -106,6 +106,17 @@ def test_a_region_has_a_mask_of_its_own_and_a_lost_slice_is_told() -> None:
 
 
 @pytest.mark.full
+def test_named_axes_along_which_nothing_can_be_restored_are_left_out() -> None:
+    volume, lost = np.random.default_rng(0).normal(size=(18, 20, 24)).astype("f4"), np.zeros((18, 20, 24), bool)
+    lost[[5, 10]] = True
+    hole = lost.copy()
+    hole[15, 3:9, 3:9] = True
+    for mask in (lost, hole):
+        found = cocodiff.restore(volume, mask, samples=3, axes=("z", "y", "x"), **QUICK)
+        assert np.isfinite(found.mean).all() and found.outcome.regions > 0 and found.low_90 is not None
+
+
+@pytest.mark.full
 def test_the_example_of_the_pages_runs() -> None:
     script = Path(__file__).parent.parent.parent / "docs" / "restore.py"
     done = subprocess.run([sys.executable, str(script), "2"], capture_output=True, text=True, timeout=240)

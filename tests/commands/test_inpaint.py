@@ -159,7 +159,7 @@ def test_a_part_is_called_by_the_numbers_of_the_input_and_slices_masked_wholly_a
     said = capsys.readouterr()
     assert "scan, mask holes: 1 slice(s) masked wholly, " in said.out
     assert "1 known voxel(s) lie beyond: --range 0,65535 takes them in" in said.out
-    assert said.out.count("scan.tif: whole results of its own format alone keep that 0 is white") == 1
+    assert said.out.count("scan.tif: results of its own format alone keep that 0 is white") == 1
     assert "2 of 2 slices" in said.err and "of 5" not in said.err  # the others are no work
     images = tmp_path / "out" / "images"
     assert sorted(path.name for path in images.glob("*.png")) == ["scan[3]_holes_tapa.png", "scan[5]_holes_tapa.png"]

@@ -44,6 +44,7 @@ def volumes() -> dict[str, np.ndarray]:
         "slab": slab,
         "most": most,
         "empty": most * 0,
+        "wide": most[0].astype(np.uint32),
     }
 
 

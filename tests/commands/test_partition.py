@@ -101,13 +101,14 @@ def test_a_dry_run_says_how_much_the_model_has_to_do_and_how_long_it_takes(
 
 
 @pytest.mark.parametrize(("settings", "images", "expected"), CASES["pins"])
-def test_pins(configs, settings, images, expected):
+def test_pins(configs, settings, images, expected, capsys):
     values = {"parallel": "auto", "dry_run": False, "dtype": "auto", "machine": "local", "device": "auto", "steps": 2}
     config = Config.preset("tapa", guidance_parallel=settings.get("guidance_parallel", "auto"))
     request = Request(str(configs), GENERATE)
     assert partition_of(values | settings, request, [config], 4, images) == tuple(expected)
     alone = Request(EMBEDDED, INPAINT)
     assert partition_of(values | settings, alone, [config], 4, images)[1] == 1
+    assert ("run has one branch" in capsys.readouterr().out) == (config.guidance_parallel == 2)
     with pytest.raises(UserError, match="replicas 3 does not divide 4 ranks"):
         partition_of(values | {"replicas": 3}, request, [config], 4, images)
 

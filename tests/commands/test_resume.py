@@ -48,6 +48,7 @@ def changes(job: Job) -> dict[tuple[object, ...], str]:
     if "--exact_slices" in job.kind.words:
         found["--exact_slices", 2] = "exact_slices: 1 there, 2 now"
         found["--range", "0,50000"] = "range: None there, 0,50000 now"
+        found["--preset", "tapa", "split"] = "presets: 1 of them there, 2 of them now"
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,13 +93,17 @@ def test_a_stopped_training_goes_on_to_the_same_bits(scan: Path, tmp_path: Path,
     with monkeypatch.context() as stopped:
         stopped.setattr(training.Trainer, "advance", stopping)
         assert train(scan, tmp_path / "parts") == 130
+        assert train(scan, tmp_path / "damaged") == 130
+    state = next(path for path in tmp_path.rglob(training.STATE) if "damaged" in str(path))
+    state.write_bytes(state.read_bytes()[:-99])
+    assert train(scan, tmp_path / "damaged", "--resume") == 0 and "done again" in capsys.readouterr().out
     assert train(scan, tmp_path / "parts") == 2
     assert "4 of 6 steps" in capsys.readouterr().err
     assert train(scan, tmp_path / "parts", "--resume", "--seed", "1") == 2
     assert "seed: 0 there, 1 now" in capsys.readouterr().err
     assert train(scan, tmp_path / "parts", "--resume") == 0
-    for name in (WEIGHTS, "training.json"):
-        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    for name, model in product((WEIGHTS, "training.json"), ("parts", "damaged")):
+        assert (tmp_path / model / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert train(scan, tmp_path / "parts", "--resume") == 0
     assert "nothing is left to do" in capsys.readouterr().out
     results = tmp_path / "parts"

@@ -88,6 +88,13 @@ def test_what_is_given_and_the_model_are_left_as_they_are():
     with torch.no_grad():
         model(**given)
     assert len(calls) == 1
+    for wrong, said in (({"nix": 1}, "with nix: "), ({}, "with no inputs: ")):
+        with pytest.raises(UserError, match=said):
+            cocodiff.verify(model, wrong, ranks=[])
+    last = [*model.parameters()][-1]
+    last.data.fill_(torch.nan)
+    with pytest.raises(UserError, match="gives nan in one process"):
+        cocodiff.verify(model, given, ranks=[])
 
 
 @pytest.mark.full

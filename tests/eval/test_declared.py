@@ -151,7 +151,7 @@ def test_scales_are_kept_for_voxels_and_not_for_masks(tmp_path: Path, kind: str)
     about = {"scale_factor": 0.5, "add_offset": 20.0, "_FillValue": 255, "valid_range": [7, 3000], "units": "1/m"}
     task = exported(KINDS[kind].file(tmp_path, voxels(), attributes=about), tmp_path)
     told = "; ".join(task.stack.metadata.remarks)
-    assert "whole results of its own format alone keep scale_factor 0.5, add_offset 20" in told
+    assert ": results of its own format alone keep scale_factor 0.5, add_offset 20" in told
     stem = f"{task.stack.name}_center"
     scales = {"scale_factor", "units"}
     for end, kept in (("tapa", {*about}), ("tapa_low_90", {*about}), ("tapa_spread", scales), ("mask", scales)):

@@ -199,6 +199,9 @@ def test_integers_are_rounded_and_clipped(dtype: str) -> None:
     restored01_YX = np.array([[1e30, -1e30, float(limits.max), 12.6, 0.5]])
     result_YX = compose_native(original_YX, restored01_YX, mask_YX, IntensityRange(0.0, 1.0))
     assert result_YX.dtype == dtype and result_YX.tolist() == [[limits.max, limits.min, limits.max, 13, 0]]
+    ends_YX = np.array([[np.inf, -np.inf, 0.0, 1.0, 0.5]])  # of intervals that nothing calibrates, in a constant volume
+    flat_YX = compose_native(original_YX, ends_YX, mask_YX, IntensityRange(5.0, 5.0))
+    assert flat_YX.tolist() == [[limits.max, limits.min, 5, 5, 0]]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32", "float64"])

@@ -63,8 +63,11 @@ def test_what_imagej_draws_is_kept_and_said_once(tmp_path: Path) -> None:
     roi, labels = b"Iout" + bytes(60), [f"é{number}" for number in range(6)]
     luts = [np.zeros((3, 256), "u1")]
     given = imagej(tmp_path, ROI=roi, Overlays=[roi, roi], LUTs=luts, Info="Jürgen", Labels=labels)
-    (remark,) = given.metadata.remarks
-    assert remark.endswith("whole results of its own format alone keep ROI, Overlays, LUTs")
+    told = [
+        f"{which} of its own format alone keep {what}"
+        for which, what in (("whole results", "ROI, Overlays"), ("results", "LUTs"))
+    ]
+    assert [line.partition(": ")[2] for line in given.metadata.remarks] == told
     for volume, wanted in ((given, labels), (Part("1:3").of(given), labels[1:3])):
         with tifffile.TiffFile(restored(volume, "same", tmp_path).path) as tiff:
             about = tiff.imagej_metadata

@@ -117,6 +117,8 @@ def look(values: dict[str, Any], launch: Launch, output: OutputFolder, verdict: 
         where = f"all that was seen, for you or for a report: {output.final / FILE}"
         if facts.machine():
             say(f"the machine with what was measured, for cocodiff plan --machine: {output.final / 'machine.yaml'}")
+        else:
+            say(f"no machine.yaml: these CPUs are taken to stand in for the devices of {facts.topology.machine.name}")
         say(f"{'healthy' if healthy else 'not healthy'}: {looked}; {where}")
     if facts.stopped:
         raise OwnRankError(facts.stopped)

@@ -20,7 +20,7 @@ from cocodiff.config.files import flush, is_folder, is_there
 from cocodiff.config.packages import one_line_of_imports
 from cocodiff.config.registry import imported
 from cocodiff_eval.data import SAME, WRITTEN
-from cocodiff_eval.data.mrc import open_mrc, write_mrc
+from cocodiff_eval.data.mrc import MODES, open_mrc, write_mrc
 from cocodiff_eval.data.ome_zarr import ZarrStore, is_store, open_zarr, split_store
 from cocodiff_eval.data.tiff import holds_slices, is_pattern, open_sequence, open_tiff, write_sequence, write_tiff
 from cocodiff_eval.data.volume import (
@@ -136,6 +136,8 @@ def result_format(word: str, volume: Stack) -> str:
     word = kind if kind in WRITTEN else "tiff"
     if needs := FORMATS[word].needs:
         import_module(needs)
+    if word == "mrc" and volume.dtype.name not in {*MODES, "uint8"}:
+        raise UserError(f"{volume.path}: MRC files hold no {volume.dtype.name}: choose another --format")
     return word
 
 

@@ -188,7 +188,7 @@ def read_metadata(dataset: Any, file: str, place: str, follow_links: bool) -> Me
         sides, unit = 3 * (of_group["pxsize"] if isinstance(of_group["pxsize"], list) else [of_group["pxsize"]]), "mm"
     size, unit, alone = one_unit(sides, [unit] * 3)
     declared = read_declared(attributes, dataset.dtype, f"{file}:{place}")
-    remarks = format_only_remarks(f"{file}:{place}", alone + describe(declared, SCALES))
+    remarks = format_only_remarks(f"{file}:{place}", [], alone + describe(declared, SCALES))
     if dataset.size and not dataset.is_virtual:
         there = dataset.id.get_num_chunks() if dataset.chunks else min(1, dataset.id.get_storage_size())
         shape = dataset.shape

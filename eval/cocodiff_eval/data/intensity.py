@@ -310,7 +310,8 @@ def compose_native(
         mask_YX: True for restored voxels.
         scale: the intensity range, and what the file declares of its values.
     """
-    restored_P = scale.denormalise(restored01_YX[mask_YX])
+    restored_P = restored01_YX[mask_YX]
+    restored_P = np.where(np.isinf(restored_P), restored_P, scale.denormalise(restored_P))  # also if the range is zero
     if original_YX.dtype.kind in "ui":
         restored_P = np.rint(restored_P)
     low, high = find_limits(scale.declared, original_YX.dtype)

@@ -215,7 +215,7 @@ def _metadata(
     declared = _declared(array, path, bool(image))
     moved = transform_of(image["datasets"][0], "translation") if image else None
     placed = [f"its translation {moved}"] if any(moved or ()) else []
-    remarks = format_only_remarks(voxels, alone + describe(declared, SCALES), placed) + filled(
+    remarks = format_only_remarks(voxels, [], alone + describe(declared, SCALES) + placed) + filled(
         voxels, there, array.shape, stored, array.fill_value
     )
     beside = [name for name in _dimensions(array) if not image and (Path(store, array.path).parent / name).is_dir()]

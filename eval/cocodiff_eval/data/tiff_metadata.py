@@ -61,15 +61,16 @@ def read_metadata(tiff: Any) -> Metadata:
     if tiff.is_imagej:
         attributes = {name: value for name, value in tiff.imagej_metadata.items() if name not in _OF_SHAPE}
         details["imagej"] = {name: attributes.pop(name) for name in IMAGEJ_BINARY if name in attributes}
-        size, unit, alone = _of_imagej(attributes, details["resolution"])
-        alone += details["imagej"]
-        moved = [f"ImageJ's {name}" for name in ("xorigin", "yorigin", "zorigin") if attributes.get(name)]
+        size, unit, moved = _of_imagej(attributes, details["resolution"])
+        alone = [name for name in details["imagej"] if name in PLACED]
+        moved += [name for name in details["imagej"] if name not in PLACED]
+        moved += [f"ImageJ's {name}" for name in ("xorigin", "yorigin", "zorigin") if attributes.get(name)]
         description = str(attributes.get("Info", ""))
     elif tiff.is_ome:
         try:
-            (size, unit, alone), description = _of_ome(tiff.ome_metadata)
+            (size, unit, moved), description = _of_ome(tiff.ome_metadata)
             details["xml"] = tiff.ome_metadata
-            alone += [f"OME's {name}" for name in OME_PLACED if re.search(rf"[<:]{name}\b", tiff.ome_metadata)]
+            alone = [f"OME's {name}" for name in OME_PLACED if re.search(rf"[<:]{name}\b", tiff.ome_metadata)]
         except (ElementTree.ParseError, ValueError):
             details["form"] = "plain"
     elif tiff.is_shaped:
@@ -77,8 +78,8 @@ def read_metadata(tiff: Any) -> Metadata:
         attributes = {name: value for name, value in shaped.items() if name not in _OF_SHAPE}
         description = "" if description.startswith("{") else description
         if "voxel_size" in attributes:
-            size, unit, alone = one_unit(attributes["voxel_size"], [attributes.get("unit", "")] * 3)
-    alone += ["that 0 is white"] * (details["photometric"] == 0)
+            size, unit, moved = one_unit(attributes["voxel_size"], [attributes.get("unit", "")] * 3)
+    moved += ["that 0 is white"] * (details["photometric"] == 0)
     alone += ["its position on a page"] * any(code in tags for code in POSITIONS)
     moved += [f"its orientation {details['orientation']}"] * (details["orientation"] != 1)
     bits, remarks = page.bitspersample, format_only_remarks(tiff.filename, alone, moved)

@@ -84,6 +84,9 @@ def partition_of(
         return partitions_of(ranks, two, replicas or 1, guidance or 1, least)[0]
     possible = partitions_of(ranks, two, 1 if compares else replicas, guidance, least)
     only = possible[0] if len(possible) == 1 and not values["dry_run"] else None
+    unused = "guidance_parallel 2: the run has one branch" if guidance == 2 and not two else ""
+    if only is not None and unused and detect().speaks:
+        say(unused)
     if only is not None and only.replicas == 1:
         return only
     cases = cases_of(values, request, presets, ranks, batch, values["steps"] if steps is None else steps)
@@ -96,7 +99,7 @@ def partition_of(
     count = images if batches is None else max(1, batches)
     choice = choose(cases, images, count, possible)
     if detect().speaks:
-        about = "; guidance_parallel 2: the run has one branch" if guidance == 2 and not two else ""
+        about = f"; {unused}" if unused else ""
         about += "; presets are compared on all ranks" if compares else ""
         say(choice.line() + about)
         if values["dry_run"]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from cocodiff.config.errors import UserError
-from cocodiff.config.files import appearing
+from cocodiff.config.files import appearing, flush
 from cocodiff.demo_model import load_pipeline, prompt_embeddings
 from cocodiff.demo_model.training import (
     Optimizer,
@@ -266,6 +266,7 @@ def train(tasks: Sequence[Task], values: dict[str, Any], weights: Path, output: 
                 say(f"step {step} of {total}: loss {row['loss']:.4f}, held out {row['held_out_loss']:.4f}")
             with appearing(output.store.folder / STATE) as unfinished:
                 torch.save(trainer.state(), unfinished)
+                flush(unfinished)
             output.store.add((step - 1) // every, ())
     if trainer.first:
         _publish(trainer, weights, output, before)
@@ -286,7 +287,10 @@ def _begun(trainer: Trainer, tasks: Sequence[Task], output: OutputFolder, every:
     values, total = trainer.values, trainer.values["iterations"]
     output.open()
     file, device = output.store.folder / STATE, trainer.transport.device
-    state = torch.load(file, weights_only=True, map_location=device) if file.is_file() else None
+    try:
+        state = torch.load(file, weights_only=True, map_location=device) if file.is_file() else None
+    except Exception:  # a damaged file, for which torch raises many types
+        state = None
     counts = [min(every, total - start) for start in range(0, total, every)]
 
     def settings() -> dict[str, Any]:

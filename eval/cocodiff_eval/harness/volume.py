@@ -346,6 +346,8 @@ def volume_of(values: Mapping[str, Any], stack: Stack, mask: Mask) -> tuple[Volu
     statistics = MaskStatistics.of(mask.reader, len(stack))
     if chosen and statistics.through >= THROUGH * statistics.total and not statistics.full("z").any():
         axes, chosen = ("z",), False
+    if not chosen:  # slices along an axis that are all masked wholly or not at all restore nothing
+        axes = tuple(axis for axis in axes if statistics.restorable(axis)) or axes
     volume = Volume(axes, chosen, tested, statistics, mask.reader)
     if axes == ("z",):
         return volume, mask
@@ -572,12 +574,12 @@ class Evidence:
         """Return the weight of each axis in the model's mean, and the errors of that mean, [P].
 
         For each block of voxels the errors are those with weights learnt from other blocks. They are NaN where the
-        model restored nothing. The weights are empty if it restored nothing at all, or too little along an axis that
-        the user names.
+        model restored nothing. The weights are empty if it restored nothing at all, or if the axes along which it did
+        leave a masked voxel out.
 
-        Axes that the user names have equal weights. Else weights are learnt. If they cannot be used, the axes of the
-        best set have equal weights. That is so if no voxel is restored along all axes, or if the axes with a weight
-        leave a masked voxel out, or outnumber the samples.
+        Of axes that the user names, those along which the test restored have equal weights. Else weights are learnt. If
+        they cannot be used, the axes of the best set have equal weights. That is so if no voxel is restored along all
+        axes, or if the axes with a weight leave a masked voxel out, or outnumber the samples.
 
         Args:
             volume: the plan for the volume.
@@ -586,7 +588,7 @@ class Evidence:
         counts = range(1, samples + 1)
         sets = [axes for count in counts for axes in combinations(self.own, count) if volume.restores(axes)]
         if not volume.chosen:
-            sets = [volume.axes] if len(self.own) == len(volume.axes) else []
+            sets = [tuple(self.own)] if self.own and volume.restores(tuple(self.own)) else []
         axes = self.choose_axes(sets)
         errors_AP = np.array([self.errors([axis]) for axis in self.own])
         at_P = np.isfinite(errors_AP).all(axis=0)
