@@ -65,8 +65,9 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
     Variables that the user has set keep their values. If OMP_NUM_THREADS is set, nothing is divided: the last bits of
     sums depend on the number of threads, which should then not depend on the number of ranks.
 
-    NumPy's and SciPy's OpenBLAS gets one thread. They solve many small systems, for which its threads would wait for
-    each other: on cores that other processes use too, the methods without a model would take twice as long.
+    NumPy's and SciPy's OpenBLAS gets one thread unless OPENBLAS_NUM_THREADS is set. They solve many small systems, for
+    which its threads would wait for each other: on cores that other processes use too, the methods without a model
+    would take twice as long.
     Torch's threads sleep after some 20 microseconds of waiting for each other: on such cores they would spin away the
     time that the others need, and a job would take up to nine times as long.
 
@@ -75,13 +76,14 @@ def limit_threads(ranks: int, launched: bool = False) -> None:
         launched: True if a launcher such as mpiexec started them, which may have bound each to some cores
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if os.environ.get(THREADS[0]):
         return
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {*range(os.cpu_count() or 1)}
     shared = _shared_cores(own) if launched else own
     share = str(max(1, min(len(own), len(shared) // ranks)))
     for name in THREADS:
-        os.environ.setdefault(name, "1" if name == "OPENBLAS_NUM_THREADS" else share)
+        os.environ.setdefault(name, share)
 
 
 def _shared_cores(own: set[int]) -> set[int]:

@@ -67,6 +67,9 @@ TV_ROUNDS, TV_EDGE = 12, 0.01  # rounds of reweighting; the difference below whi
 # share of the variance, and the least value of the spectrum that is inverted, as a share of its mean.
 AR_FITTED, AR_FEWEST, AR_RIDGE, AR_FLOOR = 10000, 4, 1e-3, 1e-3
 SMALL_HOLE = 1000  # most voxels of a hole whose linear system is solved directly
+# Scattered holes are solved directly together: at most so many voxels, for each of which there are at least so many
+# predictions, times the side over which these reach. Conjugate gradients take less time for denser ones.
+MOST_SCATTERED, SCATTERED = 2**15, 6
 Window = tuple[slice, slice, slice]  # the slices, rows and columns of a part of a volume
 Solver = Callable[..., np.ndarray]  # a function of an image and its mask that returns the restored image
 
@@ -251,7 +254,7 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int, wanted: np.
     image may have any number of dimensions.
 
     Holes that no prediction reaches together do not depend on each other. They are solved one by one, unless they fill
-    most of the image.
+    most of the image, or are small and scattered.
 
     Args:
         image01: the normalised image
@@ -273,16 +276,20 @@ def autoregression(image01: np.ndarray, mask: np.ndarray, side: int, wanted: np.
     labels, _ = ndimage.label(near, np.ones((3,) * mask.ndim))
     boxes, (whole,) = ndimage.find_objects(labels), ndimage.find_objects(near.astype(int))
     numbers = np.unique(labels[wanted & mask]).tolist()
-    if 2 * sum(_size(boxes[number - 1]) for number in numbers) > _size(whole):  # together they take less time
-        labels, boxes, numbers = near.astype(int), [whole], [1]
+    scattered = mask.sum() <= min(MOST_SCATTERED, near.sum() / (SCATTERED * side))
+    if scattered or 2 * sum(_size(boxes[number - 1]) for number in numbers) > _size(whole):
+        labels, boxes, numbers = np.isin(labels, numbers).astype(int), [whole], [1]  # together they take less time
     for number in numbers:
         box = boxes[number - 1]
         window = tuple(slice(max(0, part.start - side), part.stop + side) for part in box)
         hole = mask[window] & (labels[window] == number)
+        if scattered or hole.sum() <= SMALL_HOLE:
+            restored[window][hole] = _solve_small(apart[window], hole, *learnt) + mean
+            continue
         pairs = zip(window, mask.shape, strict=True)
         beyond = [(margin * (part.start == 0 < n - 1), margin * (part.stop >= n > 1)) for part, n in pairs]
         hidden, known = np.pad(hole, beyond, constant_values=True), np.pad(apart[window], beyond)
-        known[hidden] = (_solve_small if hidden.sum() <= SMALL_HOLE else _solve_large)(known, hidden, *learnt)
+        known[hidden] = _solve_large(known, hidden, *learnt)
         inner = tuple(slice(before, before + n) for (before, _), n in zip(beyond, hole.shape, strict=True))
         restored[window][hole] = known[inner][hole] + mean
     return restored
@@ -293,34 +300,51 @@ def _size(box: Sequence[slice]) -> int:
     return math.prod(part.stop - part.start for part in box)
 
 
-def _solve_small(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, weights_K: np.ndarray) -> np.ndarray:
+def _solve_small(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, products_KK: np.ndarray) -> np.ndarray:
     """Return the values of unknown voxels with which the squared errors of all predictions are least; float64 [P].
 
-    The sum of squares is a quadratic form of the voxels. Its matrix is made of the filter's autocorrelation.
+    A voxel beside the image's rim is predicted from the voxels that the image has, with coefficients of their own. Each
+    error is divided by its root mean square.
 
     Args:
-        known: the image as differences from its mean, with 0 at unknown voxels; beyond it all are 0
+        known: the image as differences from its mean, with 0 at unknown voxels
         hidden: True for the P unknown voxels
-        offsets_KD: offsets of the filter that gives the errors of predictions
-        weights_K: its weights
+        offsets_KD: offsets of a voxel, which is the first, and of those that predict it
+        products_KK: mean products of their values
     """
-    from scipy.linalg import solve
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.linalg import splu
 
-    reach_D, at_PD = 2 * np.abs(offsets_KD).max(axis=0), np.argwhere(hidden)
-    correlation = np.zeros(2 * reach_D + 1)
-    apart_KKD = offsets_KD[:, None] - offsets_KD + reach_D
-    np.add.at(correlation, tuple(np.moveaxis(apart_KKD, -1, 0)), weights_K[:, None] * weights_K)
-    around = np.pad(known, [(one, one) for one in reach_D])
-    shifts_DS = np.indices(correlation.shape).reshape(known.ndim, -1)
-    right_P = around[tuple(at_PD.T[:, :, None] + shifts_DS[:, None])] @ correlation.ravel()
-    # A rim of zeros stands for voxels that no prediction reaches together.
-    apart_PPD = np.clip(at_PD[:, None] - at_PD, -reach_D - 1, reach_D + 1) + reach_D + 1
-    matrix_PP = np.pad(correlation, 1)[tuple(np.moveaxis(apart_PPD, -1, 0))]
-    return np.asarray(-solve(matrix_PP, right_P, assume_a="pos"))
+    reach_D = np.abs(offsets_KD).max(axis=0)
+    around = [(one, one) for one in reach_D]
+    # The number of each unknown voxel; -1 for known ones, and -2 outside.
+    numbers = np.pad(np.where(hidden, hidden.cumsum().reshape(hidden.shape) - 1, -1), around, constant_values=-2)
+    shape, numbers, known = numbers.shape, numbers.ravel(), np.pad(known, around).ravel()
+    shift_K = np.ravel_multi_index(tuple((offsets_KD + reach_D).T), shape)
+    shift_K -= shift_K[0]
+    rows_R = np.unique(np.flatnonzero(numbers >= 0)[:, None] - shift_K)
+    rows_R = rows_R[numbers[rows_R] > -2]
+    at_RD = np.stack(np.unravel_index(rows_R, shape), axis=1)
+    to_rim_RD = at_RD - np.clip(at_RD, 2 * reach_D, np.subtract(shape, 2 * reach_D + 1))
+    _, first, kind_R = np.unique(to_rim_RD, axis=0, return_index=True, return_inverse=True)
+    weights_NK = np.zeros((len(first), len(shift_K)))  # for each of the N positions relative to the rim
+    for row, weights_K in zip(rows_R[first], weights_NK, strict=True):
+        inside = np.flatnonzero(numbers[row + shift_K] > -2)
+        weights_K[inside] = error_filter(products_KK[np.ix_(inside, inside)])
+    errors_R, parts = np.zeros(len(rows_R)), []
+    for shift, weights_N in zip(shift_K, weights_NK.T, strict=True):
+        weights_R, at_R = weights_N[kind_R.ravel()], rows_R + shift
+        errors_R += weights_R * known[at_R]
+        found = np.flatnonzero(numbers[at_R] >= 0)
+        parts.append((weights_R[found], found, numbers[at_R[found]]))
+    values, *places = map(np.concatenate, zip(*parts, strict=True))
+    matrix_RP = csr_matrix((values, places))
+    factors = splu((matrix_RP.T @ matrix_RP).tocsc(), "MMD_AT_PLUS_A", options={"SymmetricMode": True})
+    return np.asarray(factors.solve(-(matrix_RP.T @ errors_R)))
 
 
-def _solve_large(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, weights_K: np.ndarray) -> np.ndarray:
-    """Return what `_solve_small` does, by conjugate gradients.
+def _solve_large(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, products_KK: np.ndarray) -> np.ndarray:
+    """Return what `_solve_small` does, by conjugate gradients, with the voxels beside the image's rim unknown, too.
 
     All sums are convolutions, in single precision, which takes half the time and gives the same values within the
     tolerance. The inverse of the spectrum is the preconditioner.
@@ -328,8 +352,8 @@ def _solve_large(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, 
     Args:
         known: the image as differences from its mean, with 0 at unknown voxels
         hidden: True for the P unknown voxels
-        offsets_KD: offsets of the filter that gives the errors of predictions
-        weights_K: its weights
+        offsets_KD: offsets of a voxel, which is the first, and of those that predict it
+        products_KK: mean products of their values
     """
     from scipy.fft import irfftn, next_fast_len, rfftn
     from scipy.sparse.linalg import LinearOperator, cg
@@ -337,7 +361,7 @@ def _solve_large(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, 
     more = [(0, next_fast_len(length, True) - length) for length in hidden.shape]
     unknown, known = np.pad(hidden, more, constant_values=True), np.pad(known.astype(np.float32), more)
     kernel = np.zeros(unknown.shape, np.float32)
-    kernel[tuple((offsets_KD % unknown.shape).T)] = weights_K
+    kernel[tuple((offsets_KD % unknown.shape).T)] = error_filter(products_KK)
     power = np.square(np.abs(rfftn(kernel)))
 
     def filtered(part_P: np.ndarray, spectrum: np.ndarray) -> np.ndarray:
@@ -361,12 +385,12 @@ def _solve_large(known: np.ndarray, hidden: np.ndarray, offsets_KD: np.ndarray, 
 
 
 def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Fit an autoregression to an image's known voxels. Return the filter that gives the errors of its predictions.
+    """Learn how an image's known voxels and their neighbours go together. Return offsets and products.
 
-    The filter is two arrays over K voxels: their offsets, int [K, D] for D dimensions, and their weights [K]. The first
-    is the predicted voxel itself, with weight 1. Each voxel is predicted from those before it, in the order of memory.
-    The coefficients have the least squared error over at most AR_FITTED random voxels that are known with all that
-    predicts them. Return None if there are fewer than AR_FEWEST of these for each coefficient, as where every second
+    The offsets are those of K voxels, int [K, D] for D dimensions. The first is a voxel itself. The others are its
+    neighbours before it, in the order of memory, from which it is predicted. The products are the mean ones of the
+    values of each two of these, [K, K], over at most AR_FITTED random voxels that are known with all that predicts
+    them. Return None if there are fewer than AR_FEWEST of these for each coefficient, as where every second
     slice is masked.
 
     Args:
@@ -391,8 +415,18 @@ def predictor(apart: np.ndarray, mask: np.ndarray, side: int) -> tuple[np.ndarra
     places_PK = np.ravel_multi_index(tuple((points_PD[:, None] + offsets_KD).transpose(2, 0, 1)), mask.shape)
     values_PK = apart.ravel()[places_PK]
     products_KK = values_PK.T @ values_PK / len(values_PK)
-    ridge_KK = (AR_RIDGE * products_KK[0, 0] + 1e-12) * np.eye(len(offsets_KD) - 1)
-    return offsets_KD, np.append(1.0, -np.linalg.solve(products_KK[1:, 1:] + ridge_KK, products_KK[0, 1:]))
+    return offsets_KD, products_KK
+
+
+def error_filter(products_KK: np.ndarray) -> np.ndarray:
+    """Return the weights [K] of the filter that gives errors of predictions, divided by their root mean square.
+
+    Args:
+        products_KK: mean products of the values of a voxel, which is the first, and of those that predict it
+    """
+    ridge_KK = (AR_RIDGE * products_KK[0, 0] + 1e-12) * np.eye(len(products_KK) - 1)
+    weights_K = np.append(1.0, -np.linalg.solve(products_KK[1:, 1:] + ridge_KK, products_KK[0, 1:]))
+    return weights_K / math.sqrt(max(weights_K @ products_KK @ weights_K, 1e-9 * products_KK[0, 0] + 1e-12))
 
 
 class Method(NamedTuple):
