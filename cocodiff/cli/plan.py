@@ -47,7 +47,7 @@ OPTIONS = (
         "soonest; with --compare the table of all partitions",
         type=int,
     ),
-    Option("branches", "guidance branches, calls of the model in a step; default: the model's usual", type=int),
+    Option("branches", "guidance branches, calls in a step (1: no guidance; default: the model's own)", type=int),
     Option("dtype", "of weights, activations and caches", "bf16", choices=tuple(DTYPES)),
     Option("stable", "of the tokens, the part that stays where a schedule goes by a threshold", 0.7, type=float),
     Option(
@@ -234,6 +234,8 @@ def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
     if negative is not None and branches != 2:
         wrong = f"{shape.name} does not call its transformer for that prompt by itself"
         raise UserError(f"--negative_tokens {negative}: {wrong}; leave it away")
+    if values["branches"] == 1:  # SD3 has both branches in one call
+        shape = replace(shape, rows_per_image=1)
     config = engine_record().preset(values["preset"], **engine_settings(values)).with_(image_tokens=image)
     batch, itemsize = values["batch"] * shape.rows_per_image, DTYPES[values["dtype"]]
     call = image_and_text(image, text), batch, itemsize, branches

@@ -103,9 +103,9 @@ class Config:
     )
     codec: str = setting(
         "none",
-        "what q, k, v and the output travel as: none (as they are), lossless (what they differ by from their "
-        "prediction, in as many bits as that takes: exact), int8, int4, int2 (in so many bits a channel; lossy) or "
-        "auto (whichever the machine's links call for)",
+        "what q, k, v and the output travel as: none (as they are), lossless (16-bit ones as what they differ by from "
+        "their prediction, in as many bits as that takes: exact), int8, int4, int2 (in so many bits a channel; lossy) "
+        "or auto (whichever the machine's links call for)",
         choices=lambda: ("none", *CODECS),
     )
     only_exact: bool = setting(

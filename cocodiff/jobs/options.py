@@ -127,7 +127,8 @@ def parse(
         path = given.pop("config")
         of_file = _from_file(path, options, sections)
         # a sweep, and a run with --overwrite, keeps its folder; another run from its own run.yaml gets a new one
-        values |= of_file if sections or given.get("overwrite") else beside_the_record(of_file, path)
+        kept = sections or given.get("overwrite")
+        values |= of_file if kept else beside_the_record(of_file, path, given.get("resume", False))
     values |= given
     for option in options:
         if option.type == int | str:

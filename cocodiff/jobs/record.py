@@ -99,7 +99,7 @@ def write_settings(folder: Path, values: Mapping[str, Any], remarks: Sequence[st
     (folder / MARK).write_text(told + yaml.safe_dump(settings, sort_keys=False))
 
 
-def beside_the_record(values: dict[str, Any], path: str) -> dict[str, Any]:
+def beside_the_record(values: dict[str, Any], path: str, resume: bool = False) -> dict[str, Any]:
     """Return the options of a settings file, with a new `out` if the file is in the folder that it names as `out`.
 
     A run from its own run.yaml writes to the next free folder beside the old one, such as out-2, and overwrites
@@ -108,12 +108,13 @@ def beside_the_record(values: dict[str, Any], path: str) -> dict[str, Any]:
     Args:
         values: values of options in the file, by name
         path: path of the file
+        resume: True to continue the last such run, in the last folder that is not free, or the old one
     """
     out = values.get("out")
     if not isinstance(out, str) or Path(out).resolve() != Path(path).resolve().parent:
         return values
     folder = Path(out) if Path(out).name not in ("", "..") else Path(out).resolve()
-    number = 2
+    number, last = 2, folder
     while os.path.lexists(beside := folder.with_name(f"{folder.name}-{number}")):
-        number += 1
-    return {**values, "out": str(beside), "overwrite": False}
+        number, last = number + 1, beside
+    return {**values, "out": str(last if resume else beside), "overwrite": False}

@@ -165,8 +165,8 @@ def try_simple(truth: np.ndarray, mask: np.ndarray, low: float, high: float) -> 
     methods = {name: method.solve for name, method in METHODS.items() if name not in AUTOREGRESSIONS}
     for name, solve in {**methods, "nearest": nearest, "mean around": mean_around}.items():
         found = solve(image, holes)[holes] * (high - low) + low
-        if np.isfinite(found).all():
-            yield psnr_db(found, truth[mask], low, high), name
+        if np.isfinite(found).all():  # clipped to the known voxels' range, as every result of cocodiff
+            yield psnr_db(np.clip(found, truth[~mask].min(), truth[~mask].max()), truth[mask], low, high), name
 
 
 def psnr_db(found_P: np.ndarray, truth_P: np.ndarray, low: float, high: float) -> float:

@@ -82,6 +82,9 @@ def test_a_volume_is_restored(ranks: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(repr(found)) < 300 and "4 x 48 x 40 of uint16" in repr(found)
     assert found.uncertainty is not None
     np.testing.assert_array_equal(found.uncertainty, (found.high_90.astype(float) - found.low_90) / 2)
+    told = np.mean([row["uncertainty"] for row in found.metrics["images"]])
+    low, high = found.metrics["inputs"][0]["range"]
+    assert told * (high - low) == pytest.approx(found.uncertainty[:, MASK].mean(), rel=1e-4)
 
 
 def test_a_mask_that_is_too_small_is_told() -> None:

@@ -502,7 +502,9 @@ def test_a_run_repeated_from_its_own_settings_goes_beside_its_results(tmp_path: 
     assert Path("restored", MARK).read_text() == "out: restored\nseed: 0\n"
     old = {"out": "restored", "steps": 3, "overwrite": True}  # as older versions wrote it
     assert beside_the_record(old, "restored/run.yaml") == {"out": "restored-2", "steps": 3, "overwrite": False}
+    assert beside_the_record(old, "restored/run.yaml", resume=True)["out"] == "restored"
     Path("restored-2").mkdir()
+    assert beside_the_record(old, "restored/run.yaml", resume=True)["out"] == "restored-2"
     whole = str(tmp_path / "restored")
     assert beside_the_record({"out": whole}, f"restored/{MARK}")["out"] == f"{whole}-3"
     assert beside_the_record(old, "settings.yaml") == old

@@ -75,6 +75,12 @@ def test_a_plan_says_first_where_replicas_need_no_exchange(plan: Plan) -> None:
     assert "replicas of one rank" not in plan(words.replace("sized", "card"))[1]  # nothing is known of its memory
 
 
+def test_a_plan_of_a_model_with_both_branches_in_one_call_may_leave_guidance_out(plan: Plan) -> None:
+    both, one = (plan(f"--memory --model sd3.5 --nodes 1{more}") for more in ("", " --branches 1"))
+    assert "each branch on 6 rank(s)" in both[1] and "guidance_parallel" not in one[1]
+    assert one[0]["memory_mib"]["rank"]["activations"] < both[0]["memory_mib"]["rank"]["activations"]
+
+
 def test_doctor_needs_what_a_plan_says(plan: Plan) -> None:
     """In a size and a batch that are not the default ones, of a model with two rows for an image."""
     told, _ = plan("--memory --model sd3.5 --size 512 --batch 3 --preset flat --guidance_parallel 1 --dtype bf16")

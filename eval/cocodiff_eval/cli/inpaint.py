@@ -30,7 +30,7 @@ SHOWN = {
 STEPS = "a number of steps, or auto"
 MASK_OPTIONS = (
     Option("grow", "voxels by which a mask file is made larger on each side, along z too if it is 3-D", 0, type=int),
-    Option("invert", "restore what a mask file does not mark (default: asks where it marks nearly all)", type=bool),
+    Option("invert", "restore what a mask file does not mark (default: refuses one that marks nearly all)", type=bool),
 )
 OPTIONS = (
     Option(
