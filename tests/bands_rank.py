@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from real_vaes import picture_sizes, real_vae
-from torch import Tensor
 
 from cocodiff.comm.launch import detect
 from cocodiff.comm.transport import Transport
@@ -33,7 +32,7 @@ def kib(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def measured(call: Callable[[], Tensor]) -> tuple[Tensor, float, float]:
+def measured(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float, float]:
     """What a call gives, the most MiB that it takes at once, and its seconds."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before, started = kib("VmRSS"), time.perf_counter()
@@ -50,7 +49,7 @@ def main(name: str, *words: str) -> int:
     vae = real_vae(name, **settings)
     z = torch.randn(picture_sizes(name, shape.vae.factor, frames, height, width)[1])
 
-    def decode(vae: Any) -> Callable[[], Tensor]:
+    def decode(vae: Any) -> Callable[[], torch.Tensor]:
         return lambda: vae.decode(z, return_dict=False)[0]
 
     def work(transport: Transport) -> None:

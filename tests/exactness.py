@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from tiny_models import FAMILIES
-from torch import Tensor
 
 STEPS = 4
 
@@ -38,7 +37,7 @@ class Case:
         return {name: value if name in kept else value.to(wanted) for name, value in rounded.items()}
 
 
-def denoise(model: Any, inputs: dict[str, Any], *modes: Any) -> Tensor:
+def denoise(model: Any, inputs: dict[str, Any], *modes: Any) -> torch.Tensor:
     """The model's outputs over four steps of an input that moves. modes: of each step the class of a context manager in
     which it is called."""
     outputs = []

@@ -37,8 +37,7 @@ class Planned(NamedTuple):
 
     def call(self, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(1)
-        drawn = pytree.tree_map_only(partial, lambda draw: draw(generator=generator), self.inputs)
-        return cast(drawn, dtype)
+        return cast(pytree.tree_map_only(partial, lambda draw: draw(generator=generator), self.inputs), dtype)
 
 
 def cast(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

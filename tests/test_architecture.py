@@ -77,8 +77,7 @@ def package(path: Path, level: int) -> list[str]:
 
 
 def is_module(name: str) -> bool:
-    base = TOPS.get(name.split(".")[0], ROOT)
-    path = base.joinpath(*name.split("."))
+    path = TOPS.get(name.split(".")[0], ROOT).joinpath(*name.split("."))
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
@@ -244,8 +243,7 @@ def tracked_texts() -> dict[str, str]:
 
 def test_no_paths_of_one_machine():
     absolute = re.compile("/" + r"work/|/" + r"root/|/" + r"tmp/w\b|/" + r"home/\w")
-    found = {name: absolute.findall(text) for name, text in tracked_texts().items() if absolute.search(text)}
-    assert found == {}
+    assert {name: absolute.findall(text) for name, text in tracked_texts().items() if absolute.search(text)} == {}
 
 
 def test_what_commands_write_by_default_is_ignored_by_git():

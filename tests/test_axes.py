@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 from worlds import topologies, topology_of
 
 from cocodiff.config.errors import UserError
@@ -29,8 +28,7 @@ def test_a_part_of_a_ragged_machine_is_ragged():
 
 
 def test_a_ring_on_a_branch_keeps_its_groups_in_planes():
-    topology = topology_of("aurora", 24)
-    mesh = Mesh.build(topology.part(range(12, 24)), 2)
+    mesh = Mesh.build(topology_of("aurora", 24).part(range(12, 24)), 2)
     group, slot = mesh.group_and_slot(1)
     assert mesh.topology.nodes == 1 and tuple(ranks[slot] for ranks in mesh.groups) == (0, 1)
     assert links_in(mesh.topology, mesh.groups[group]) == {"plane"}
@@ -50,13 +48,13 @@ def test_degrees_that_do_not_divide(degrees, message):
         Mesh.build(topology_of("local", 5), 3) if "ring" in degrees else Axes.build(topology_of("local", 5), **degrees)
 
 
-@given(topologies(), st.data())
+@given(topologies(), strategies.data())
 @settings(max_examples=40, deadline=None)
 def test_every_rank_is_in_one_branch_and_in_one_slot_of_its_mesh(topology, data):
-    replica = data.draw(st.sampled_from(divisors(topology.size)))
-    guidance = data.draw(st.sampled_from(divisors(topology.size // replica)))
-    ring = data.draw(st.sampled_from(divisors(topology.size // replica // guidance)))
-    placement = data.draw(st.sampled_from(PLACEMENTS))
+    replica = data.draw(strategies.sampled_from(divisors(topology.size)))
+    guidance = data.draw(strategies.sampled_from(divisors(topology.size // replica)))
+    ring = data.draw(strategies.sampled_from(divisors(topology.size // replica // guidance)))
+    placement = data.draw(strategies.sampled_from(PLACEMENTS))
     axes = Axes.build(topology, replica, guidance)
     every = [rank for of_replica in axes.branches for ranks in of_replica for rank in ranks]
     assert sorted(every) == [*range(topology.size)]

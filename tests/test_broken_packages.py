@@ -189,8 +189,7 @@ def test_the_remedy_of_a_module_s_h5py_stands_in_the_guide() -> None:
 
 def test_doctor_tries_all_that_the_project_depends_on() -> None:
     """By the names under which packages are imported."""
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = text.partition("\ndependencies = [")[2].partition("]\n")[0]
+    listed = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2].partition("]\n")[0]
     names = {"scikit-image": "skimage", "pillow": "PIL", "pyyaml": "yaml"}
     wanted = {line.strip(' ",').partition(">")[0] for line in listed.splitlines()} - {""}
     assert {names.get(one, one) for one in wanted} <= {*REQUIRED, *OPTIONAL}

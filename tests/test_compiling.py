@@ -16,7 +16,6 @@ from on_ranks import Call, check_alike, on_ranks, outputs_of, state_of
 from planned_models import PLANNED
 from test_step_cache import moving
 from tiny_models import FAMILIES, sd3_inpaint_pipeline, with_lora
-from torch import Tensor
 from torch._dynamo.utils import counters
 from value_tables import beside
 from warm import forked
@@ -144,7 +143,7 @@ def test_a_pipeline_with_a_lora(no_compiler):
     call |= {f"{name}pooled_prompt_embeds": torch.zeros(1, 16) for name in ("", "negative_")}
     call |= {"image": torch.rand(1, 3, 64, 64), "mask_image": torch.ones(1, 1, 64, 64), "strength": 1.0}
 
-    def run(own: Any, _: Any) -> list[Tensor]:
+    def run(own: Any, _: Any) -> list[torch.Tensor]:
         torch.manual_seed(3)
         noise = torch.Generator().manual_seed(0)
         return [own(**call, generator=noise, num_inference_steps=2, output_type="latent").images]

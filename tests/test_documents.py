@@ -71,8 +71,7 @@ def test_documents_that_the_code_names_exist():
 def test_every_page_is_linked_from_another():
     linked = {(path.parent / link.partition("#")[0]).resolve() for path in DOCUMENTS for link in links(path)}
     named = "".join(path.read_text() for path in DOCUMENTS)
-    alone = [path for path in (ROOT / "docs").rglob("*.md") if path not in linked and path.name not in named]
-    assert alone == []
+    assert [path for path in (ROOT / "docs").rglob("*.md") if path not in linked and path.name not in named] == []
 
 
 def test_the_picture_of_the_axes_is_drawn_from_the_axes():

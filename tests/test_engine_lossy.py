@@ -85,8 +85,7 @@ def test_no_image_leaves_a_ghost(preset, family):
 
 def test_a_bare_model_must_be_told_the_steps():
     make, inputs_of = FAMILIES["sd3"]
-    words = r"how many steps run: parallelize\(\.\.\., steps=N\)"
-    refused(words, make(4), inputs_of(1, 4, 4, 3), preset="cocodiff+")
+    refused(r"how many steps run: parallelize\(\.\.\., steps=N\)", make(4), inputs_of(1, 4, 4, 3), preset="cocodiff+")
 
 
 @pytest.mark.sample(2)
@@ -110,8 +109,7 @@ def test_every_family_is_coded_and_displaced(family):
                 first = (1, 0) if codec == "int2" else (0, None)
                 assert shares == ([first, (1, 0), (1, 1), (1, 1)] if lossy else [])
             those = "qkvo" if arrival == "displaced" else ""
-            sets = [row["displaced_sets"] for row in profile]
-            assert sets == ([{"": 1.0}, *[{those: 1.0}] * 3] if lossy else [])
+            assert [row["displaced_sets"] for row in profile] == ([{"": 1.0}, *[{those: 1.0}] * 3] if lossy else [])
             sent, late = (sum(engine.bytes(purpose).values()) for purpose in ("attention", "late"))
             assert late == (sent * 3 / 4 if those and lossy else 0)
         return outputs

@@ -28,8 +28,7 @@ def test_it_gives_what_one_process_gives(toy, size, machine, ring):
     inputs = {name: torch.randn(2, n, 24) for name, n in (("hidden_states", 17), ("encoder_hidden_states", 5))}
     presets = (("flat", 1), ("tapa", 1), ("split", 1), ("v_first", 1), ("split", 2), ("tapa", 3))
     modes = {f"{preset}, {chunks}": {"preset": preset, "chunks": chunks} for preset, chunks in presets}
-    call = inputs | {"timestep": torch.tensor([500.0])}
-    check_exact(size, toy, [call], modes, machine=machine, ring=ring)
+    check_exact(size, toy, [inputs | {"timestep": torch.tensor([500.0])}], modes, machine=machine, ring=ring)
 
 
 def test_plan_sizes_its_folder_and_a_file_that_names_it(toy, tmp_path):

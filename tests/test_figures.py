@@ -119,8 +119,7 @@ def test_rows_and_commands_are_repeated() -> None:
     assert filled({"tokens": "{tokens}"}, {"tokens": 3}) == {"tokens": 3}
     each = {"n": {"2": "2", "3": "3"}, "way": {"torus": "--chunks {n}"}}
     run = figures.Run("planned", "plan --nodes {n} {way}", each)
-    named = {f"torus {n}": ["plan", "--nodes", n, "--chunks", n] for n in ("2", "3")}
-    assert dict(run.named("{way} {n}")) == named
+    assert dict(run.named("{way} {n}")) == {f"torus {n}": ["plan", "--nodes", n, "--chunks", n] for n in ("2", "3")}
 
 
 @pytest.mark.full

@@ -60,8 +60,7 @@ def check_images(
                 sent.append(counted)
         return images
 
-    of_ranks = on_ranks(size, pipe, run=run, begin=begin, restored=len(calls) < 3, **settings)
-    check_alike(of_ranks, plain)
+    check_alike(on_ranks(size, pipe, run=run, begin=begin, restored=len(calls) < 3, **settings), plain)
     return sent
 
 

@@ -73,8 +73,7 @@ def test_what_a_script_starts(tmp_path, name, changed, environment, snapshot):
     """A rank beside its card; copies of weights on every node, of a name of their own; and all that a campaign measures
     on so many nodes. Some schedulers' files have a line for each rank."""
     (tmp_path / "nodes").write_text("x1.host\n" * 12 + "x2.host\n" * 12)
-    script = edited(tmp_path, name, **changed)
-    lines = dry_run(script, VENV="/venv", PBS_O_WORKDIR=str(tmp_path), **environment)
+    lines = dry_run(edited(tmp_path, name, **changed), VENV="/venv", PBS_O_WORKDIR=str(tmp_path), **environment)
     snapshot(re.sub(r"-[0-9a-f]{16}\b", "-RANDOM", "\n".join(lines).replace(str(tmp_path), "FOLDER")))
 
 
@@ -168,8 +167,7 @@ def test_the_campaign_submits_itself_with_what_the_user_has_chosen(tmp_path):
 
 
 def test_all_variables_of_the_campaign_reach_its_jobs():
-    text = (LAUNCH / "campaign.pbs").read_text()
-    names = set(re.findall(r"(?m)^(\w+)=\$\{\1", text))
+    names = set(re.findall(r"(?m)^(\w+)=\$\{\1", (LAUNCH / "campaign.pbs").read_text()))
     assert {"MODELS", "WEIGHTS", "PROXY"} <= names
     told = dry_run(LAUNCH / "campaign.pbs", **dict.fromkeys(names | {"SAFE", "VENV", "MACHINE"}, "x"))
     assert [set(job.names) for job in submitted(told)] == [names | {"SAFE", "VENV", "MACHINE"}] * 4

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from covering import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from on_ranks import on_ranks, outputs_of
 from planned_models import PLANNED, cast
 from seams import step_caches_of
@@ -62,14 +61,14 @@ def machine_of_four(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(
-    world=st.sampled_from(((1, 1), (2, 1), (3, 1), (5, 1), (4, 2), (6, 2), (6, 3), (8, 1), (12, 1))),
-    side=st.tuples(st.integers(4, 6), st.integers(3, 7)),
-    text=st.integers(1, 9),
-    heads=st.integers(12, 15),
-    batch=st.integers(1, 2),
-    kept=st.sampled_from(tuple(KEPT)),
-    branches=st.integers(1, 2),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    world=strategies.sampled_from(((1, 1), (2, 1), (3, 1), (5, 1), (4, 2), (6, 2), (6, 3), (8, 1), (12, 1))),
+    side=strategies.tuples(strategies.integers(4, 6), strategies.integers(3, 7)),
+    text=strategies.integers(1, 9),
+    heads=strategies.integers(12, 15),
+    batch=strategies.integers(1, 2),
+    kept=strategies.sampled_from(tuple(KEPT)),
+    branches=strategies.integers(1, 2),
+    dtype=strategies.sampled_from((torch.float32, torch.bfloat16)),
 )
 @examples(5, exhaustive=60)
 def test_caches_are_as_real_ones_on_every_rank(
@@ -201,8 +200,7 @@ def test_the_library_of_messages_takes_memory_of_every_process(ranks, job, taken
 def test_the_largest_batch_fits_and_an_image_more_does_not(name, branches, gib, kept):
     """SD3.5's calls have two rows for an image."""
     shape, memory = load_shape(name), gib * 1024 * MIB
-    config = Config(**KEPT[kept] if kept else {})
-    case = Case(shape, AURORA, config, image_and_text(96 * 96, 512), 4, 2, branches)
+    case = Case(shape, AURORA, Config(**KEPT[kept] if kept else {}), image_and_text(96 * 96, 512), 4, 2, branches)
     largest = largest_batch(case, memory)
     rows = [shape.rows_per_image * (largest + more) for more in (0, 1)]
     totals = [fullest(replace(case, batch=batch)).total for batch in rows]

@@ -61,8 +61,7 @@ def test_two_branches_take_as_long_as_one_on_its_plane_and_the_exchange_of_outpu
     sixth of a rank's rows; outputs go to the sibling, 64 channels of every image token."""
     case, latency_s = case_of(), 10e-6
     step = step_of(case, 1, 2)
-    plane = AURORA.part(Axes.build(AURORA, guidance=2).branch(0))
-    alone = plan_step(replace(case, topology=plane, branches=1))
+    alone = plan_step(replace(case, topology=AURORA.part(Axes.build(AURORA, guidance=2).branch(0)), branches=1))
     output = 1008 * OUTPUT_CHANNELS * 2
     assert step.step_s == pytest.approx(alone.step_s + output / 134e9 + latency_s)
     attention = 2 * 2 * 4 * (1008 + 24) * 24 * 64 * 2 * 5 // 6  # layers, branches, q k v o, rows, heads, D, bf16

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from covering import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from really_sent import ReallySent
 from value_tables import beside
 from worlds import topology_of
@@ -130,8 +129,7 @@ def run_of(of: Case, sent: ReallySent) -> list[dict[str, int]]:
             if of.config.codec == "lossless":  # whose codes of other numbers are as long as these need
                 x_BLHD.fill_(1.0)
             strategy.codec.begin_step(StepInfo(0, step, of.steps))
-            qkv = LazyQKV(*[lambda x=x_BLHD: x] * 3, of.segments, of.shape.heads)
-            strategy.attend(qkv, LayerKey("layer"))
+            strategy.attend(LazyQKV(*[lambda x=x_BLHD: x] * 3, of.segments, of.shape.heads), LayerKey("layer"))
         return [trace.bytes(), trace.bytes("whole")]
 
     traced = zip(*run_ranks(of.topology.size, work, timeout_s=60.0), strict=True)
@@ -185,11 +183,11 @@ def test_plans_of_real_models(snapshot):
 
 
 @given(
-    preset=st.sampled_from(PRESETS),
-    nodes=st.sampled_from((1, 2)),
-    slower=st.sampled_from(("sibling_gb_s", "plane_gb_s", "nic_gb_s", "bf16_tflop_s", "memory_gb_s")),
-    factor=st.floats(1.0, 30.0),
-    waits=st.fixed_dictionaries(dict.fromkeys(WAITS, st.floats(0, 100))),
+    preset=strategies.sampled_from(PRESETS),
+    nodes=strategies.sampled_from((1, 2)),
+    slower=strategies.sampled_from(("sibling_gb_s", "plane_gb_s", "nic_gb_s", "bf16_tflop_s", "memory_gb_s")),
+    factor=strategies.floats(1.0, 30.0),
+    waits=strategies.fixed_dictionaries(dict.fromkeys(WAITS, strategies.floats(0, 100))),
 )
 @examples(10, exhaustive=60)
 def test_a_slower_machine_takes_no_less(preset, nodes, slower, factor, waits):
@@ -232,8 +230,7 @@ def test_what_a_call_does_not_wait_for_takes_no_time_or_that_of_the_links(effici
     decisions = Decisions("none", "taylor", 0.04, "a test", [{"": 1.0}, {"": 0.5, "qkvo": 0.5}])
     config = Config(exchange="flat", arrival="adaptive", fine_steps=0)
     shape = ModelShape("a layer", heads=24, head_dim=64, joint_layers=1, parameters=10**6, text_tokens=24)
-    topology = Topology.build(at_rates(CARDS, efficiency), 4)
-    of = case(config, shape, topology, steps=2, decisions=(decisions,))
+    of = case(config, shape, Topology.build(at_rates(CARDS, efficiency), 4), steps=2, decisions=(decisions,))
     of = replace(of, segments=image_and_text(2000, 24))
     found = layers(of)
     whole, awaited, late = (found[kind] for kind in (WHOLE, CallKind(), CallKind(displaced="qkvo")))
@@ -261,8 +258,7 @@ def test_the_codec_follows_the_links(nodes, efficiency, arrival, codec):
 
 
 def test_a_machine_without_rates_and_settings_with_a_codec_are_left_alone():
-    unknown = topology_of("local", 4)
-    assert with_codec_chosen(Config(codec="auto"), unknown, AttentionWork(24, 128))[0].codec == "none"
+    assert with_codec_chosen(Config(codec="auto"), topology_of("local", 4), AttentionWork(24, 128))[0].codec == "none"
     assert with_codec_chosen(Config(codec="int4"), AURORA, AttentionWork(24, 128)) == (Config(codec="int4"), None)
 
 

@@ -257,8 +257,7 @@ AMPLIFIED = PLANNED["helios"].variant({}, is_amplify_history=True)
 def test_a_model_that_its_plan_does_not_fit_and_v_major_are_refused():
     words = "HeliosTransformer3DModel with is_amplify_history True has no parallel form"
     refused(words, AMPLIFIED.model(), AMPLIFIED.call())
-    case = PLANNED["wan"]
-    refused(r"^selection v_major keeps tokens .* WanTransformer3DModel ", case.model(), preset="cocodiff")
+    refused(r"^selection v_major keeps tokens .* WanTransformer3DModel ", PLANNED["wan"].model(), preset="cocodiff")
 
 
 # verify ---------------------------------------------------------------------------------------------------------------

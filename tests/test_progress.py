@@ -140,8 +140,7 @@ def test_a_run_after_one_that_was_stopped(alone):
         seen = watched(engine)
         for last in (0, 2, 4):
             try:
-                generator = torch.Generator().manual_seed(0)
-                stopping = {"callback_on_step_end": stop_at(last), "generator": generator}
+                stopping = {"callback_on_step_end": stop_at(last), "generator": torch.Generator().manual_seed(0)}
                 generating("klein", pipe, num_inference_steps=4, guidance_scale=1.0, **stopping)
             except RuntimeError as error:
                 assert str(error) == "stopped" and last < 4
@@ -187,8 +186,7 @@ def test_a_bare_run_leaves_no_ghost_in_the_next(told):
         own = copy.deepcopy(model)
 
         def denoise(seed: int, *timesteps: float) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(seed)
-            noise = torch.randn(inputs["hidden_states"].shape, generator=generator)
+            noise = torch.randn(inputs["hidden_states"].shape, generator=torch.Generator().manual_seed(seed))
             samples = [{"hidden_states": noise * (1 + t / 10), "timestep": torch.tensor([1000 * t])} for t in timesteps]
             return torch.stack([own(**inputs | sample)[0] for sample in samples])
 

@@ -101,8 +101,7 @@ def test_a_kept_value_is_whole_on_every_stream_and_outlives_its_last_reader(sim)
 def test_forked_ranks_that_outnumber_devices_share_them_and_a_launchers_ranks_only_where_they_are_told(sim):
     with sim.devices(2) as found:
         for rank in range(4):
-            forked_rank = Launch("forked", rank, 4, rank, 4)
-            assert place_rank(forked_rank, "auto", "auto") == (found[rank % 2], "host")
+            assert place_rank(Launch("forked", rank, 4, rank, 4), "auto", "auto") == (found[rank % 2], "host")
         held = torch.get_device_module(found[0]).memory_allocated(found[0])  # by this process alone
         of_ranks = {ranks: (free_memory(found[0], ranks) or 0) + held for ranks in (1, 3, 4)}
         assert of_ranks[4] == of_ranks[3] == of_ranks[1] // 2
@@ -191,8 +190,7 @@ def test_messages_one_way_alone_have_a_byte_the_other_way(sim):
         to_the_next = [(x, 1)] if transport.rank == 0 else []
         from_the_last = [(x, 0)] if transport.rank == 1 else []
         group.send_recv(to_the_next, from_the_last).wait()
-        values = transport.gather_values(x.cpu().tolist())
-        return transport.broadcast_value(values)
+        return transport.broadcast_value(transport.gather_values(x.cpu().tolist()))
 
     with sim.devices(3) as found:
         assert run_ranks(3, work) == [[[0.0, 0.0], [0.0, 0.0], [2.0, 2.0]]] * 3

@@ -212,8 +212,7 @@ def test_replicas_beside_each_other_in_a_library_that_blocks(simulated, split, l
         return outputs_of(transport.part(own), settings, family, calls)
 
     codec = "v_major" if split[0] == (0, 1) else "lossless"  # which tokens stay is decided by card
-    case = (2, "tapa", "v_first", codec, "now", 1, 1, "unguided", None)
-    with at_case(case) as (size, settings, family, calls):
+    with at_case((2, "tapa", "v_first", codec, "now", 1, 1, "unguided", None)) as (size, settings, family, calls):
         expected = loopback.run_ranks(size, lambda transport: outputs_of(transport, settings, family, calls))
         of_ranks = on_devices(simulated, 4, work, **library)
     assert all(torch.equal(outputs, expected[0]) for outputs in of_ranks)

@@ -225,8 +225,7 @@ def test_what_is_done_to_weights_inside_the_block_is_done(done, size, split_laye
     """Between two images, the same on every rank: outputs and weights are those of a model with whole weights."""
     model, inputs = FAMILIES["sd3"][0](4, layers=3).requires_grad_(False), FAMILIES["sd3"][1](1, 4, 4, 3)
     if done == "fused":
-        lora = LoraConfig(r=4, target_modules=["to_q", "to_out.0"], init_lora_weights=False)
-        model.add_adapter(lora)
+        model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_out.0"], init_lora_weights=False))
 
     def run(own: Any, engine: Any) -> tuple[Any, list[Tensor], list[int]]:
         outputs = outputs_of(own, inputs)

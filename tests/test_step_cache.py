@@ -142,8 +142,7 @@ def test_ranks_that_would_decide_differently_end_alike(share):
     threshold = share * own[0]
     assert max(own[1:]) < threshold < own[0] and (change(slice(0, 42)) < threshold) == (share == 0.5)
 
-    one = check_one_process(4, model, calls, step_cache_threshold=threshold)
-    assert one.cached()[1] == (share == 0.5)
+    assert check_one_process(4, model, calls, step_cache_threshold=threshold).cached()[1] == (share == 0.5)
 
 
 def test_a_threshold_of_0_leaves_out_what_does_not_change():
@@ -189,8 +188,7 @@ def test_each_part_decides_for_its_half_of_a_batch():
     (still,), (moved,) = (cached_on(1, model, of_row, step_cache_threshold=0.1) for of_row in rows)
     assert still.cached() == [0, 1, 1, 1] and moved.cached() == [0, 0, 1, 0]
     found = [torch.cat(of) for of in zip(still.found, moved.found, strict=True)]
-    of_ranks = cached_on(4, model, calls, guidance_parallel=2, step_cache_threshold=0.1)
-    check_decisions(of_ranks, found, [0, 0.5, 1, 0.5])
+    check_decisions(cached_on(4, model, calls, guidance_parallel=2, step_cache_threshold=0.1), found, [0, 0.5, 1, 0.5])
 
 
 # Interruptions --------------------------------------------------------------------------------------------------------

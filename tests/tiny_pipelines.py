@@ -147,8 +147,7 @@ def clip_text() -> dict[str, Any]:
         torch.manual_seed(seed)
         ids = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
         sizes = {"hidden_size": 8, "projection_dim": 8, "max_position_embeddings": 16, "vocab_size": len(words)}
-        config = CLIPTextConfig(**ENCODER | ids | sizes)
-        text[part] = CLIPTextModelWithProjection(config).eval()
+        text[part] = CLIPTextModelWithProjection(CLIPTextConfig(**ENCODER | ids | sizes)).eval()
     return text
 
 
@@ -186,8 +185,7 @@ def clip_vision() -> dict[str, Any]:
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     config = CLIPVisionConfig(**ENCODER | {"hidden_size": 16, "image_size": 32, "patch_size": 16})
-    sides = {"height": 32, "width": 32}
-    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=sides)
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
 
 

@@ -5,21 +5,20 @@ For tests of what a program does once it runs. A start itself, and what a launch
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 
 from launching import TESTS, end_group
 
 from cocodiff.jobs.children import ignore_stops
 
-FORKS = multiprocessing.get_context("forkserver")
+FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["warm_imports"])
 COCODIFF = "cocodiff.cli.main"
 

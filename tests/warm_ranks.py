@@ -74,8 +74,7 @@ class Forks:
     def _serve(self) -> None:
         while True:
             sentinels = {process.sentinel: line for line, process in self._ranks.items()}
-            ready = connection.wait([self._listener, self._end, *self._ranks, *sentinels])
-            for one in ready:
+            for one in connection.wait([self._listener, self._end, *self._ranks, *sentinels]):
                 if one is self._listener:
                     self._fork(self._listener.accept()[0])
                 elif one == self._end:

@@ -153,8 +153,7 @@ def test_packing_that_loses_a_row_is_found():
 
 def test_rows_without_keys_weigh_nothing():
     q, k, v = torch.randn(3, 2, 5, 3, 8).unbind()
-    mask = torch.tensor([[True] * 5, [False] * 5])[:, None, None]
-    out, lse = partial_attention(q, k, v, mask)
+    out, lse = partial_attention(q, k, v, torch.tensor([[True] * 5, [False] * 5])[:, None, None])
     assert (out[1] == 0).all() and (lse[1] == -math.inf).all() and lse[0].isfinite().all()
     before = out.clone()
     Kernels("torch").merge_partials(out, lse, *partial_attention(q, k[:, :0], v[:, :0]))

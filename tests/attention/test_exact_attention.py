@@ -13,8 +13,7 @@ import torch
 from attention_worlds import Call, Ranks, World
 from byte_formulas import Formulas
 from covering import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from really_sent import ReallySent
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -153,25 +152,25 @@ def check_bytes(world: Exact, mesh: Mesh, exchange: str, sent_by_rank: list[dict
 @pytest.mark.parametrize("kind", sorted(RINGS))
 @given(
     topology=topologies(largest=12),
-    more=st.integers(0, 30),
-    text=st.integers(0, 9),
-    heads=st.integers(1, 14),
-    batch=st.integers(1, 2),
-    masked=st.booleans(),
-    text_first=st.booleans(),
-    ahead=st.booleans(),
-    nic_balance=st.booleans(),
-    exchange=st.sampled_from((*sorted(EXCHANGES), "auto")),
-    order=st.sampled_from(sorted(ORDERS)),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
-    chunks=st.sampled_from((1, 1, 2, 3, 5)),
-    data=st.data(),
+    more=strategies.integers(0, 30),
+    text=strategies.integers(0, 9),
+    heads=strategies.integers(1, 14),
+    batch=strategies.integers(1, 2),
+    masked=strategies.booleans(),
+    text_first=strategies.booleans(),
+    ahead=strategies.booleans(),
+    nic_balance=strategies.booleans(),
+    exchange=strategies.sampled_from((*sorted(EXCHANGES), "auto")),
+    order=strategies.sampled_from(sorted(ORDERS)),
+    dtype=strategies.sampled_from((torch.float32, torch.bfloat16)),
+    chunks=strategies.sampled_from((1, 1, 2, 3, 5)),
+    data=strategies.data(),
 )
 @examples(18, exhaustive=200)
 def test_equals_attention_in_one_piece(
     kind, topology, more, text, heads, batch, masked, text_first, ahead, dtype, data, **settings
 ):
-    mesh = data.draw(st.sampled_from(meshes(topology, heads, kind=kind)))
+    mesh = data.draw(strategies.sampled_from(meshes(topology, heads, kind=kind)))
     of_text = {"text": text, "text_first": text_first, "masked": masked}
     world = Exact(topology.size, heads, topology.size + more, batch=batch, dtype=dtype, given=topology, **of_text)
     check(world, mesh, ahead, **settings | ({} if kind == "keys" else {"chunks": 1}))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from attention_worlds import Call, World
 from seams import watch_choosing
-from torch import Tensor
 
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import RankContext
@@ -28,7 +27,7 @@ MESSAGES = "messages"  # the library's, which plans price apart
 
 def changed(value: Any, change: Any) -> Any:
     """An operation's argument or result with its tensors changed."""
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Candidates | RowOrder):
         return type(value)(*(changed(one, change) for one in value))
@@ -45,14 +44,14 @@ class AsKernels(Kernels):
     def _run(self, op: str, *arguments: Any, **named: Any) -> Any:
         from simulated_device import host_view, launch
 
-        tensors, run = list[Tensor](), getattr(TorchOps(), op)
+        tensors, run = list[torch.Tensor](), getattr(TorchOps(), op)
         changed(arguments, tensors.append)
         device = tensors[0].device
         if device.type == "cpu" or op not in ("l1_score", "unpack", "choose", "compact"):
             return super()._run(op, *arguments, **named)
         sized = run(*changed(arguments, lambda x: torch.zeros(x.shape, dtype=x.dtype)))
         results = changed(sized, lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
-        here, written = changed((arguments, results), host_view), list[Tensor]()
+        here, written = changed((arguments, results), host_view), list[torch.Tensor]()
         changed(results if op != "unpack" else arguments[1], written.append)
 
         def work() -> None:

@@ -86,8 +86,7 @@ def test_masks_of_any_segment_follow_the_ranks_rows():
     segments = (Segment("a", 4), Segment("b", 5, extras_from="back"), Segment("c", 3))
     masks = {"b": torch.tensor([[True, False, True, False, True]]), "c": torch.tensor([[False, True, False]])}
     layout = Layout.build(topology_of("local", 2), segments, 2)
-    qkv = LazyQKV(torch.empty, torch.empty, torch.empty, segments, 2, masks)
-    found = AttentionCall(qkv, [layout]).mask(0)
+    found = AttentionCall(LazyQKV(torch.empty, torch.empty, torch.empty, segments, 2, masks), [layout]).mask(0)
     assert found is not None and found[0, 0, 0].int().tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0]
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from attention_worlds import LAYER, RUN, TROUBLED, Call, OfRank, Ranks, World
 from covering import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from test_simulated_models import code_in_one_launch, on_devices
 from torch import Tensor
 from value_tables import beside
@@ -73,19 +72,19 @@ def same_bits(world: World, calls: list[Call], delayed: bool = False, **settings
 
 
 @given(
-    size=st.sampled_from((2, 3, 4, 5, 6)),
-    times=st.integers(1, 2),
-    odd_heads=st.booleans(),
-    more=st.sampled_from((0, 5, 23, 64)),
-    channels=st.sampled_from((8, 20, 64)),
-    batch=st.integers(1, 2),
-    dtype=st.sampled_from((torch.bfloat16, torch.float16)),
-    kind=st.sampled_from(KINDS),
-    how=st.sampled_from(ROUTES),
-    predictor=st.sampled_from(("last", "taylor")),
-    arrival=st.sampled_from(("now", "now", "displaced")),
-    calls=st.sampled_from((RUN, TROUBLED)),
-    delayed=st.booleans(),
+    size=strategies.sampled_from((2, 3, 4, 5, 6)),
+    times=strategies.integers(1, 2),
+    odd_heads=strategies.booleans(),
+    more=strategies.sampled_from((0, 5, 23, 64)),
+    channels=strategies.sampled_from((8, 20, 64)),
+    batch=strategies.integers(1, 2),
+    dtype=strategies.sampled_from((torch.bfloat16, torch.float16)),
+    kind=strategies.sampled_from(KINDS),
+    how=strategies.sampled_from(ROUTES),
+    predictor=strategies.sampled_from(("last", "taylor")),
+    arrival=strategies.sampled_from(("now", "now", "displaced")),
+    calls=strategies.sampled_from((RUN, TROUBLED)),
+    delayed=strategies.booleans(),
 )
 @examples(4, exhaustive=150)
 def test_the_same_bits_as_whole_tensors(

@@ -88,8 +88,7 @@ def test_with_what_the_ulysses_part_sends_in_tensors_places(lossy, kind):
     for one in ("keys", kind):
         of_kinds.append(Ranks(World(6, heads=4, channels=8), ring=3, ring_kind=one, **lossy).call(calls))
     for keys, others in zip(*of_kinds, strict=True):
-        allowed = 1e-2 if "codec" in lossy else 1e-5
-        torch.testing.assert_close(others.outputs, keys.outputs, rtol=0, atol=allowed)
+        torch.testing.assert_close(others.outputs, keys.outputs, rtol=0, atol=1e-2 if "codec" in lossy else 1e-5)
 
 
 # Chunks ---------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ import pytest
 import torch
 from attention_worlds import Call, Ranks, World
 from covering import examples
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from seams import sums_on_the_device
 from torch.nn.functional import scaled_dot_product_attention
 from v_major_reference import Reference
@@ -92,18 +91,18 @@ def check(world: Drifting, steps: int, schedule: str, **settings: Any) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @given(
-    size=st.sampled_from((2, 3, 4, 6, 12)),
-    image=st.integers(12, 40),
-    text=st.integers(0, 9),
-    heads=st.integers(12, 15),
-    batch=st.integers(1, 2),
-    text_first=st.booleans(),
-    frames=st.booleans(),
-    scoring=st.sampled_from(("source", "card")),
-    reference=st.sampled_from(("prev", "sent")),
-    order=st.sampled_from(("joint", "v_first")),
-    exchange=st.sampled_from(("flat", "tapa", "split")),
-    steps=st.sampled_from((6, 20)),
+    size=strategies.sampled_from((2, 3, 4, 6, 12)),
+    image=strategies.integers(12, 40),
+    text=strategies.integers(0, 9),
+    heads=strategies.integers(12, 15),
+    batch=strategies.integers(1, 2),
+    text_first=strategies.booleans(),
+    frames=strategies.booleans(),
+    scoring=strategies.sampled_from(("source", "card")),
+    reference=strategies.sampled_from(("prev", "sent")),
+    order=strategies.sampled_from(("joint", "v_first")),
+    exchange=strategies.sampled_from(("flat", "tapa", "split")),
+    steps=strategies.sampled_from((6, 20)),
 )
 @examples(3, exhaustive=20)
 def test_equals_one_process(
@@ -179,8 +178,7 @@ def test_a_call_after_a_step_that_left_the_layer_out_is_whole():
 def test_ties_go_to_the_first_positions():
     among = Candidates.of_sets([torch.arange(5).view(1, 1, 5)], torch.device("cpu"))
     for share, active in ((0.4, [1, 0, 0, 1, 1]), (0.8, [0, 0, 0, 1, 0]), (0.39, [1, 0, 1, 1, 1])):
-        scores = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
-        assert Kernels().choose(scores, among, share, 0.0).tolist() == [*active, 1]
+        assert Kernels().choose(torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0]), among, share, 0.0).tolist() == [*active, 1]
 
 
 def test_schedules_over_twenty_steps():

@@ -73,8 +73,7 @@ def store(draw: Draw) -> Given:
         given.voxels[1] = voxels[1]
     sample = draw.pick(*JUNK[:13]) if draw.odd else draw.pick(*TEXTS)
     if not image:
-        array = zarr.create_array(given.path, data=given.voxels, zarr_format=version, **options)
-        array.attrs["sample"] = sample
+        zarr.create_array(given.path, data=given.voxels, zarr_format=version, **options).attrs["sample"] = sample
         return given
     sides, units = draw.sides(), draw.units(draw.pick(usual, usual, ["", *LENGTHS], [""]))
     corner = [10.0, -20.0, 30.0] if draw.maybe(0.5) else []

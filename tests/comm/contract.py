@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cocodiff.comm.transport import Group, Transport
 
@@ -57,7 +56,7 @@ def check_group(group: Group) -> None:
     check_refusals(group)
 
 
-def message(sender: int, receiver: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def message(sender: int, receiver: int, length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Content that tells who sent it to whom; exact in every dtype."""
     return (torch.arange(length) % 16 + 16 * sender + 64 * (receiver % 2)).to(dtype)
 

@@ -7,7 +7,6 @@ import sys
 
 import torch
 from seams import put_behind_checksums
-from torch import Tensor
 
 from cocodiff.comm.checked import CheckedGroup
 from cocodiff.comm.launch import Launch
@@ -27,7 +26,7 @@ class Faulty(Group):
         self._group, self._fault, self._peer, self._left = group, fault, peer, 2 * number + unchecked
         self.ranks, self.index, self.receives_ahead = group.ranks, group.index, group.receives_ahead
 
-    def send_recv(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> Pending:
+    def send_recv(self, sends: list[tuple[torch.Tensor, int]], recvs: list[tuple[torch.Tensor, int]]) -> Pending:
         found = []
         for tensor, peer in sends:
             self._left -= peer == self._peer  # a message, then its checksum

@@ -34,8 +34,7 @@ def images_of_two(pipe: Any, scan: torch.Tensor, mask: torch.Tensor) -> Iterator
 
 
 def main(folder: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    scan, mask = torch.rand(1, 3, 32, 32, generator=generator), torch.zeros(1, 1, 32, 32)
+    scan, mask = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 1, 32, 32)
     mask[..., 8:24, 8:24] = 1
     names = {"model": str(folder / "model"), "scan": scan, "mask": mask}
     torch.manual_seed(0)

@@ -193,8 +193,7 @@ def video_alone(model: Path, **arguments: Any) -> np.ndarray:
     kind = diffusers.WanImageToVideoPipeline if "image" in arguments else diffusers.WanPipeline
     text = {} if "prompt" in arguments else {"text_encoder": None, "tokenizer": None}
     if text:
-        none = torch.zeros(1, 512, tiny_pipelines.TEXT_WIDTH)
-        arguments |= {"prompt_embeds": none, "guidance_scale": 1.0}
+        arguments |= {"prompt_embeds": torch.zeros(1, 512, tiny_pipelines.TEXT_WIDTH), "guidance_scale": 1.0}
     return alone(kind.from_pretrained(model, **text), steps=STEPS, num_frames=FRAMES, **arguments)
 
 

@@ -279,8 +279,7 @@ def test_a_solver_of_several_steps_takes_each_from_where_the_last_one_left_what_
     def restored(order: int) -> Tensor:
         scheduler = getattr(diffusers, kind)(solver_order=order, prediction_type="epsilon")
         pipe = SimpleNamespace(scheduler=scheduler, prepare_latents=lambda: torch.ones(1, 2, 4))
-        generators = [torch.Generator().manual_seed(0)]
-        with keeping(pipe, (known_B, hidden_B), 2, 0.5, generators):
+        with keeping(pipe, (known_B, hidden_B), 2, 0.5, [torch.Generator().manual_seed(0)]):
             x = pipe.prepare_latents()
             scheduler.set_timesteps(8)
             for time in scheduler.timesteps:

@@ -87,8 +87,7 @@ def test_a_launcher_that_tells_no_size_gives_the_restoration_of_one_process(
 
 @pytest.mark.full
 def test_doctor_asks_mpi_how_many_ranks_there_are(tmp_path: Path) -> None:
-    done = pals(2, f"TMPDIR={tmp_path}", "doctor", "--kernels", "torch", "--out", tmp_path / "d")
-    assert_succeeded(done)
+    assert_succeeded(pals(2, f"TMPDIR={tmp_path}", "doctor", "--kernels", "torch", "--out", tmp_path / "d"))
     assert [*tmp_path.glob("cocodiff-start-*")] and not [*tmp_path.glob("cocodiff-start-*/*")]  # numbers of processes
     facts = json.loads((tmp_path / "d/doctor.json").read_text())["facts"]
     assert [(rank["rank"], rank["local_size"]) for rank in facts["ranks"]] == [(0, 2), (1, 2)]
@@ -209,8 +208,7 @@ def test_where_mpi_cannot_be_asked_nothing_is_taken_for_its_answer(monkeypatch: 
 def test_what_asks_mpi_imports_neither_torch_nor_numpy() -> None:
     """Which take as many threads as they see when they are imported."""
     words = "import sys, cocodiff.jobs.ranks, cocodiff.comm.mpi_start as start; start.initialised_mpi()"
-    done = run([sys.executable, "-c", f"{words}; sys.exit(len({{'torch', 'numpy'}} & {{*sys.modules}}))"])
-    assert_succeeded(done)
+    assert_succeeded(run([sys.executable, "-c", f"{words}; sys.exit(len({{'torch', 'numpy'}} & {{*sys.modules}}))"]))
 
 
 @pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
@@ -254,8 +252,7 @@ def test_a_rank_that_is_lost_is_named_once_by_each_survivor(fault: str, transpor
 )
 def test_a_script_that_ends_on_one_rank_ends_on_all(tmp_path: Path, fault: str, error: str) -> None:
     """At once, not when `timeout_s` of five minutes is over; and what others have printed is there."""
-    done = mpiexec(RANKS, FAULTY, fault, "mpi", str(tmp_path), timeout_s=100)
-    assert done.returncode != 0
+    assert mpiexec(RANKS, FAULTY, fault, "mpi", str(tmp_path), timeout_s=100).returncode != 0
     for survivor in range(1, RANKS):
         said = (tmp_path / str(survivor)).read_text()
         assert said.count("said before") == said.count(f"PeerLost: rank 0 failed: {error}") == 1, said

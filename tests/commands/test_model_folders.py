@@ -75,8 +75,7 @@ def text(name: str, content: str | bytes) -> Break:
 
 def setting(name: str, key: str, value: Any) -> Break:
     def change(folder: Path) -> None:
-        settings = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(settings | {key: value}))
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | {key: value}))
 
     return change
 

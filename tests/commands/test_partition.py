@@ -106,8 +106,7 @@ def test_pins(configs, settings, images, expected, capsys):
     config = Config.preset("tapa", guidance_parallel=settings.get("guidance_parallel", "auto"))
     request = Request(str(configs), GENERATE)
     assert partition_of(values | settings, request, [config], 4, images) == tuple(expected)
-    alone = Request(EMBEDDED, INPAINT)
-    assert partition_of(values | settings, alone, [config], 4, images)[1] == 1
+    assert partition_of(values | settings, Request(EMBEDDED, INPAINT), [config], 4, images)[1] == 1
     assert ("run has one branch" in capsys.readouterr().out) == (config.guidance_parallel == 2)
     with pytest.raises(UserError, match="replicas 3 does not divide 4 ranks"):
         partition_of(values | {"replicas": 3}, request, [config], 4, images)
@@ -127,8 +126,7 @@ def test_meshes_are_chosen_for_the_tokens_of_the_job(configs: Path) -> None:
     values = {"dtype": "auto", "machine": "aurora", "device": "auto"}
     found = with_tokens(presets, values, request)["flat"]
     assert found.image_tokens != Config().image_tokens and found.with_(image_tokens=4096) == presets["flat"]
-    unknown = with_tokens(presets, values | {"machine": "local"}, request)["flat"]
-    assert unknown.image_tokens == Config().image_tokens
+    assert with_tokens(presets, values | {"machine": "local"}, request)["flat"].image_tokens == Config().image_tokens
 
 
 @pytest.mark.parametrize(("pipeline", "more", "guidance", "expected"), CASES["guides"])

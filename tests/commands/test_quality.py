@@ -14,8 +14,7 @@ import tifffile
 import yaml
 from cocodiff_eval.harness import quality as bounds
 from cocodiff_eval.harness.quality import MARGIN_DB, Bound, Figure, Quality, SettingGroup, Slices, read_ladder
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 from launching import assert_succeeded
 from warm import forked
 
@@ -49,16 +48,16 @@ def test_what_is_no_bound_is_refused_with_the_remedy(text: str) -> None:
         Bound.parse(text)
 
 
-@given(st.data())
+@given(strategies.data())
 @settings(max_examples=60, deadline=None)
 def test_the_cheapest_setting_that_all_checked_slices_keep_is_found_in_few_trials(data: Any) -> None:
     """Of settings that are the better the dearer they are, whatever the slices."""
-    candidates, count = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
-    steps = st.lists(st.floats(0, 30), min_size=candidates, max_size=candidates)
-    of_slices = data.draw(st.tuples(*[steps] * count))
+    candidates, count = data.draw(strategies.integers(1, 9)), data.draw(strategies.integers(1, 40))
+    steps = strategies.lists(strategies.floats(0, 30), min_size=candidates, max_size=candidates)
+    of_slices = data.draw(strategies.tuples(*[steps] * count))
     db = [[20 + sum(more[: candidate + 1]) for candidate in range(candidates)] for more in of_slices]
-    slices = Slices.chosen(count, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20)))
-    bound = Bound(data.draw(st.floats(20, 120)), "exact")
+    slices = Slices.chosen(count, data.draw(strategies.integers(1, 4)), data.draw(strategies.integers(1, 20)))
+    bound = Bound(data.draw(strategies.floats(20, 120)), "exact")
     figures: dict[int, dict[int, float | None]] = {}
     tried = set()
     while isinstance(found := bounds.next_trial(bound, slices, candidates, figures), bounds.CandidateTrial):

@@ -106,8 +106,7 @@ def test_metrics_and_page_are_those_of_inpaint(whole: Path) -> None:
 
 def test_a_sweep_of_several_numbers_of_steps(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(yaml.safe_dump({"grid": {"preset": ["tapa"], "steps": [1, 2], "mask": MASKS}}))
-    given = words(folder, tmp_path / "out", "--slices", "0:1", ranks=1, config=tmp_path / "two.yaml")
-    assert main(given) == 0
+    assert main(words(folder, tmp_path / "out", "--slices", "0:1", ranks=1, config=tmp_path / "two.yaml")) == 0
     assert by_key(tmp_path / "out").keys() == {Key("tapa", n, mask, "scan[0]") for n in (1, 2) for mask in MASKS}
     rows = json.loads((tmp_path / "out" / "metrics.json").read_text())["images"]
     modes = [f"{run}, {n} steps" for n in (1, 2) for run in ("exact run", "tapa")]
@@ -155,8 +154,7 @@ def test_a_folder_is_reported_unless_a_line_is_damaged_which_is_named(tmp_path: 
         line = damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode()
         data = json.dumps(LINE | {"slice": "first"}).encode() + b"\n" + line + b"\n"
         lines.write_bytes(data)
-        told = mistake(*given)
-        assert "results.jsonl, line 2 is damaged: " in told
+        assert "results.jsonl, line 2 is damaged: " in mistake(*given)
         assert lines.read_bytes() == data
     lines.write_text(json.dumps(LINE) + "\n")
     assert main(given) == 0

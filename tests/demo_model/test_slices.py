@@ -40,8 +40,7 @@ def test_the_mixture_has_all_families() -> None:
 
 def test_command_writes_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "held_out.tif"
-    arguments = ["phantoms", "--count", "3", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "argv", ["phantoms", "--count", "3", "--out", str(out)])
     slices.main()
     stack = tifffile.imread(out)
     assert stack.shape == (3, 96, 96) and stack.dtype == np.uint16

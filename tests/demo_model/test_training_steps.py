@@ -72,8 +72,7 @@ def test_the_loss_weighs_tokens_channels_and_noise() -> None:
 
     for share, expected in (((1, 0), 1.0), ((0, 1), 0.125), ((0.5, 0.5), 0.5625), ((3, 1), 0.78125), ((0, 0), 0.0)):
         assert loss(share, torch.ones(1)) == pytest.approx(expected)
-    second = torch.tensor([0.0, 1, 0, 0])[:, None, None]
-    assert loss((1, 0), second) == pytest.approx(1 / 3)  # of weights 1, 2, 2, 1
+    assert loss((1, 0), torch.tensor([0.0, 1, 0, 0])[:, None, None]) == pytest.approx(1 / 3)  # of weights 1, 2, 2, 1
     assert all(call["timestep"].tolist() == [1000, 250] for call in calls)
     assert all(len(call[of]) == 2 for call in calls for of in ("encoder_hidden_states", "pooled_projections"))
 

@@ -31,8 +31,7 @@ def test_decoding_keeps_latents() -> None:
     latents_BCHW = torch.randn(2, 16, 5, 12)
     image_B3HW = vae.decode(latents_BCHW, return_dict=False)[0]
     assert image_B3HW.shape == (2, 3, 40, 96)
-    again_BCHW = vae.encode(image_B3HW).latent_dist.sample()
-    torch.testing.assert_close(again_BCHW, latents_BCHW, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(vae.encode(image_B3HW).latent_dist.sample(), latents_BCHW, atol=2e-5, rtol=1e-4)
 
 
 def test_a_vae_has_the_scales_and_angles_that_it_is_given() -> None:

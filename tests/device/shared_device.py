@@ -14,7 +14,6 @@ import pytest
 import torch
 from exactness import STEPS, Case, denoise
 from late import Late
-from torch import Tensor
 
 from cocodiff.comm.host import HostTransport
 from cocodiff.comm.loopback import run_ranks
@@ -65,7 +64,7 @@ def on_device(size: int, device: torch.device, work: Callable[[HostTransport], T
     return run_ranks(size, with_copies, timeout_s=120.0)
 
 
-def denoised(transport: Any, model: Any, case: Case, settings: Settings) -> Tensor:
+def denoised(transport: Any, model: Any, case: Case, settings: Settings) -> torch.Tensor:
     """What a short loop of model calls on one rank ends with, on the CPU."""
     own, device = copy.deepcopy(model).to(transport.device), transport.device
     with torch.no_grad(), parallelize(own, transport=transport, steps=STEPS, **settings):
@@ -74,4 +73,4 @@ def denoised(transport: Any, model: Any, case: Case, settings: Settings) -> Tens
 
 def placed(case: Case, device: torch.device) -> Settings:
     """A call's arguments on a device."""
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.inputs().items()}
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in case.inputs().items()}

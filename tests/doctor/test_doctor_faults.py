@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import topology_of
 
@@ -196,7 +195,7 @@ def test_what_is_wrong_on_the_second_host_alone_is_found_there(changed: Any, che
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.permutations(range(4)))
+@given(strategies.lists(strategies.integers(0, 3), min_size=1, max_size=12), strategies.permutations(range(4)))
 def test_numbers_of_planes_carry_no_meaning(planes: list[int], names: list[int]) -> None:
     spelled = checks.spelled(planes)
     assert spelled == checks.spelled([names[plane] for plane in planes])

@@ -195,8 +195,7 @@ def test_a_step_of_a_models_shape(machine: str, tmp_path: Path) -> None:
 def test_weights_that_cards_share_travel_beside_tokens(machine: str, tmp_path: Path) -> None:
     """And it is told how much of their way is hidden."""
     model = tmp_path / "tiny.yaml"
-    text = "name: tiny\nfamily: FLUX.1\nheads: 4\nhead_dim: 64\njoint_layers: 2\nparameters: 1000000\n"
-    model.write_text(text)
+    model.write_text("name: tiny\nfamily: FLUX.1\nheads: 4\nhead_dim: 64\njoint_layers: 2\nparameters: 1000000\n")
     words = ["--model", str(model), "--size", "64", "--link_efficiency", "1"]
     words += ["--variants", "split", "split_card", "cocodiff_card"]
     whole, *shared = bench(tmp_path / "step", ["--machine", machine, "--scale", "1000"], "step", *words)

@@ -13,18 +13,17 @@ from cocodiff_eval.data.slices import open_stack
 from cocodiff_eval.data.volume import Region, Stack
 from cocodiff_eval.harness.tasks import values_to_compare
 from eval_helpers import CASES, marked
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 from PIL import Image
 from scipy.ndimage import binary_dilation, gaussian_filter
 
 from cocodiff.config.errors import UserError
 
-SIDES = st.integers(16, 300)
+SIDES = strategies.integers(16, 300)
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=SIDES, columns=SIDES, seed=st.integers(0, 10**9))
+@given(rows=SIDES, columns=SIDES, seed=strategies.integers(0, 10**9))
 def test_block_is_nine_cells_of_a_six_by_six_grid(rows: int, columns: int, seed: int) -> None:
     mask_YX = block_mask((rows, columns), seed)
     row_edges, column_edges = ([round(i * side / 6) for i in range(7)] for side in (rows, columns))
@@ -184,8 +183,7 @@ def test_a_right_mask_goes_without_a_remark(tmp_path: Path) -> None:
     ring = np.abs(np.hypot(np.arange(128)[:, None] - 64, np.arange(128) - 64) - 40) < 1.5
     lost = np.zeros(volume.shape, bool)
     lost[1:3] = True
-    masks = [ring, lost, *(block_mask((128, 128), seed) for seed in range(4)), disc(3), disc(30), ~disc(30)]
-    for mask in masks:
+    for mask in [ring, lost, *(block_mask((128, 128), seed) for seed in range(4)), disc(3), disc(30), ~disc(30)]:
         covered = np.broadcast_to(mask, volume.shape)
         stored = [volume, np.where(covered, 0, volume), np.where(covered, 65535, volume)]
         for one in (*stored, np.where(covered, np.nan, volume.astype(np.float32))):

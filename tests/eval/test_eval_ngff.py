@@ -67,8 +67,7 @@ def test_no_level_is_written_over_another(tmp_path: Path, paths: tuple[str, ...]
     found = restored(open_volume(store), "same", tmp_path)
     assert_bits(found.path, volume)
     root = zarr.open_group(found.path, mode="r")
-    sides = [root[one["path"]].shape[-1] for one in root.attrs["multiscales"][0]["datasets"]]
-    assert sides == [600, 300, 150]
+    assert [root[one["path"]].shape[-1] for one in root.attrs["multiscales"][0]["datasets"]] == [600, 300, 150]
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -124,8 +124,7 @@ def test_columns_and_remarks_that_say_nothing_are_left_out(tmp_path: Path, snaps
     told = {"mask": "m", "wholly_masked": [], "remarks": [], "range": [1e-7, 0.5], "extremes": [-1.25, 3e9]}
     inputs = [{**told, "name": name, "beyond": beyond} for name, beyond in (("c", 1), ("d", 12345))]
     document = metrics_document({}, 1, rows) | {"inputs": inputs}
-    slices = {"b": range(31)}
-    page = rendered(tmp_path, document, [], {**FACTS, "ranks": "1, alone"}, slices=slices)
+    page = rendered(tmp_path, document, [], {**FACTS, "ranks": "1, alone"}, slices={"b": range(31)})
     snapshot("\n".join(Outline(page).lines))
     snapshot(terminal_table(document))
 
@@ -140,10 +139,8 @@ def test_pictures_are_those_of_the_slices(tmp_path: Path) -> None:
     assert 0.05 < float(shown["error_top"]) < 0.1  # a tenth of the brightest hidden voxels
     grey_YX = np.rint(IMAGE_YX / max(1.0, IMAGE_YX.max()) * 255)
     np.testing.assert_allclose(pixels(shown["original"])[..., 0], grey_YX, atol=1)
-    hole_YX = pixels(outline.masks[shown["hole"]])
-    np.testing.assert_array_equal(hole_YX, MASK_YX)
-    flat_YX = pixels(shown["restored"]["flat"])[..., 0]
-    np.testing.assert_allclose(flat_YX[MASK_YX], grey_YX[MASK_YX] * 0.9, atol=1)
+    np.testing.assert_array_equal(pixels(outline.masks[shown["hole"]]), MASK_YX)
+    np.testing.assert_allclose(pixels(shown["restored"]["flat"])[..., 0][MASK_YX], grey_YX[MASK_YX] * 0.9, atol=1)
     error_YX = pixels(shown["error"]["flat"])[..., 0]
     assert not error_YX[~MASK_YX].any() and error_YX[MASK_YX].max() == 255
 
@@ -163,8 +160,7 @@ def test_without_truth_the_original_is_shown_with_its_hole(tmp_path: Path) -> No
 
 
 def test_which_slices_are_shown() -> None:
-    given = [1], [0, 5, 0, 5], [1] * 100, [0, 0]
-    assert [*map(shown_slices, given)] == [[0], [1, 3], [0, 33, 66, 99], []]
+    assert [*map(shown_slices, [1], [0, 5, 0, 5], [1] * 100, [0, 0])] == [[0], [1, 3], [0, 33, 66, 99], []]
     assert shown_slices([1] * 100, 1) == [0]
 
 
@@ -178,8 +174,7 @@ def test_the_more_slices_the_smaller_their_pictures() -> None:
     assert more.share == far_more.share and more.worst > 0
     many_stacks = plan_pictures([[True] * 9000, *[[True] * 45] * 200], 3)  # each has its share, and one slice at least
     assert [len(one) for one in many_stacks.shown] == [100] + [1] * 200
-    quality = {0: [1.0, 9.0], 1: [3.0, 2.0], 2: [0.5], 3: []}
-    assert pictures.worst_slices(quality, frozenset({2}), 1) == [0]
+    assert pictures.worst_slices({0: [1.0, 9.0], 1: [3.0, 2.0], 2: [0.5], 3: []}, frozenset({2}), 1) == [0]
     noise_YX = np.random.default_rng(0).random((300, 300))
     restored = dict.fromkeys(("flat", "tapa", "biharmonic"), noise_YX)
     picture = Picture("a", "block", 0, noise_YX, block_mask((300, 300), 0), SCALE, restored, noise_YX)

@@ -12,8 +12,7 @@ from cocodiff_eval.restore.restore import match_surroundings, plan_slice, restor
 from cocodiff_eval.restore.tiling import steps_at
 from diffusers import FlowMatchEulerDiscreteScheduler
 from eval_helpers import SmoothInpainter, calls_of, marked, phantom, restore_slice
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies
 from tiny_models import sd3_inpaint_pipeline
 
 from cocodiff.config.errors import UserError
@@ -21,11 +20,11 @@ from cocodiff.config.errors import UserError
 
 @settings(max_examples=30, deadline=None)
 @given(
-    rows=st.sampled_from([16, 20, 32, 97]),
-    columns=st.integers(16, 140),
-    kind=st.sampled_from(["block", "center", "border", "none"]),
-    seed=st.integers(0, 99),
-    batch=st.integers(1, 12),
+    rows=strategies.sampled_from([16, 20, 32, 97]),
+    columns=strategies.integers(16, 140),
+    kind=strategies.sampled_from(["block", "center", "border", "none"]),
+    seed=strategies.integers(0, 99),
+    batch=strategies.integers(1, 12),
 )
 def test_outside_the_mask_every_bit_stays_and_the_batch_changes_nothing(
     rows: int, columns: int, kind: str, seed: int, batch: int
@@ -97,7 +96,7 @@ def test_matching_leaves_a_right_answer_alone() -> None:
     assert match_surroundings(image, image * 0, hidden | True) is image
 
 
-@given(steps=st.integers(1, 200), strength=st.floats(0.01, 1.0))
+@given(steps=strategies.integers(1, 200), strength=strategies.floats(0.01, 1.0))
 def test_schedules_run_the_promised_steps(steps: int, strength: float) -> None:
     total, start = schedule_at(steps, strength)
     begin = int(max(total - min(total * start, total), 0))  # as diffusers' flow-matching pipelines count
@@ -130,8 +129,7 @@ def test_pipeline_restores_batches_silently(pipe: Any, capfd: pytest.CaptureFixt
     mask_YX = block_mask((140, 100), 0)
     plan = plan_slice(mask_YX, inpainter, 3)
     restored_YX = restore_slice(image_YX, mask_YX, inpainter, batch=3)
-    again_YX = restore_slice(image_YX, mask_YX, inpainter, batch=3)
-    assert restored_YX.tobytes() == again_YX.tobytes()
+    assert restored_YX.tobytes() == restore_slice(image_YX, mask_YX, inpainter, batch=3).tobytes()
     assert sum(ticks) == 2 * plan.tile_steps(5)
     assert len(sizes) == 2 * calls_of(plan) and max(sizes) > 1
     assert restored_YX[~mask_YX].tobytes() == image_YX[~mask_YX].tobytes()

@@ -49,8 +49,7 @@ def check_plan(plan: RestorationPlan, mask_YX: np.ndarray, batch: int) -> None:
             target = np.isin(labels_padded, labels)
             assert (best[target] >= 0.24).all()
             (top, _), (left, _) = level.padding
-            hidden = np.pad(tile_pass.hidden_YX, level.padding)
-            assert hidden[target].all() and top >= 0 and left >= 0
+            assert np.pad(tile_pass.hidden_YX, level.padding)[target].all() and top >= 0 and left >= 0
             if tile_pass.strength == 1:
                 assert not written_first & set(labels)
                 written_first |= set(labels)
@@ -92,8 +91,7 @@ def test_dust_and_large_slices_are_planned_in_seconds() -> None:
 
 def test_small_slices_are_one_tile() -> None:
     for shape in ((96, 96), (20, 90), (16, 16)):
-        plan = plan_restoration(center_mask(shape), 96, 8)
-        (level,) = plan.levels
+        (level,) = plan_restoration(center_mask(shape), 96, 8).levels
         ((tile,),) = [one.tiles for one in level.passes]
         assert (tile.row, tile.column, level.padded, level.passes[0].strength) == (0, 0, (96, 96), 1.0)
     assert calls_of(plan_restoration(np.zeros((50, 50), bool), 96, 8)) == 0
@@ -101,8 +99,7 @@ def test_small_slices_are_one_tile() -> None:
 
 def test_holes_that_fit_are_restored_from_noise_at_full_resolution() -> None:
     mask_YX = marked((640, 640), np.s_[100:140, 300:340], np.s_[110:120, 342:347], np.s_[600:602, 0:4])
-    plan = plan_restoration(mask_YX, 96, 8)
-    (level,) = plan.levels
+    (level,) = plan_restoration(mask_YX, 96, 8).levels
     ((first, second),) = [one.tiles for one in level.passes]
     assert (first.row, first.column) == (72, 275) and len(first.holes) == 2
     assert (second.row, second.column) == (640 - 96, 0)

@@ -58,8 +58,7 @@ def test_a_part_lies_where_it_did(tmp_path: Path, imod: tuple[int, int], version
     input_bytes = (tmp_path / "scan.mrc").read_bytes()
     statistics = {*range(76, 88), *range(216, 224), *range(224, 1024)}
     assert {place for place, (a, b) in enumerate(zip(whole, input_bytes, strict=True)) if a != b} <= statistics
-    part = Part("2:5", "4:20,8:33").of(given)
-    result = restored(part, "same", tmp_path).path
+    result = restored(Part("2:5", "4:20,8:33").of(given), "same", tmp_path).path
     assert_bits(result, volume[2:5, 4:20, 8:33])
     with mrcfile.open(result) as file:
         header = file.header

@@ -198,8 +198,7 @@ def check_refused(path: str, message: str) -> str:
 def test_mistakes(tmp_path: Path, case: str, capfd: pytest.CaptureFixture) -> None:
     make, message = MISTAKES[case]
     path = make(tmp_path)
-    told = check_refused(path, message)
-    assert told.startswith(path.partition(":/")[0] or "''") or "\0" in path
+    assert check_refused(path, message).startswith(path.partition(":/")[0] or "''") or "\0" in path
     assert capfd.readouterr() == ("", "") and logging.getLogger("tifffile").filters == []
 
 

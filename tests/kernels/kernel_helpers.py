@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies
 from torch import Tensor
 
 from cocodiff.kernels import Kernels, Rows, TorchOps
@@ -16,14 +15,14 @@ from cocodiff.kernels import Kernels, Rows, TorchOps
 TORCH = TorchOps()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-dtypes = st.sampled_from(DTYPES)
-seeds = st.integers(0, 2**31)
-forms = st.sampled_from(("contiguous", "sliced rows", "sliced heads", "transposed"))
+dtypes = strategies.sampled_from(DTYPES)
+seeds = strategies.integers(0, 2**31)
+forms = strategies.sampled_from(("contiguous", "sliced rows", "sliced heads", "transposed"))
 
 
-def shapes_of(head_dims: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
+def shapes_of(head_dims: strategies.SearchStrategy[int]) -> strategies.SearchStrategy[tuple[int, ...]]:
     """[B, L, H, D] of a few batch rows and heads, without tokens too."""
-    return st.tuples(st.integers(1, 3), st.integers(0, 9), st.integers(1, 5), head_dims)
+    return strategies.tuples(strategies.integers(1, 3), strategies.integers(0, 9), strategies.integers(1, 5), head_dims)
 
 
 def random_BLHD(seed: int, shape: tuple[int, ...], dtype: torch.dtype, form: str = "contiguous") -> Tensor:

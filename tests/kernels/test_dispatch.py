@@ -95,8 +95,7 @@ def test_another_content_is_another_cache(sycl: SyclOps, monkeypatch, tmp_path):
     monkeypatch.setenv("COCODIFF_CACHE", str(tmp_path))
     assert cache_folder(runtime).parent == tmp_path
     assert kernel_source(1) != kernel_source(16)
-    other = type(runtime)(runtime.library, runtime.include, "8.0.1-1")
-    assert cache_folder(runtime) != cache_folder(other)
+    assert cache_folder(runtime) != cache_folder(type(runtime)(runtime.library, runtime.include, "8.0.1-1"))
     monkeypatch.setattr(build, "HERE", shutil.copytree(build.HERE, tmp_path / "sources"))
     sources, folders = [*build.HERE.rglob("*.[ch]pp")], {cache_folder(runtime)}
     for source in sources:

@@ -58,8 +58,7 @@ print(json.dumps({"kept": opened.kept, "compiled": len(compiled)} | {n: os.envir
 def top(sycl_on_cpu: SyclOps, tmp_path: Path) -> Path:
     """A cache of its own with the C library in it, and nothing compiled."""
     runtime, of_user = runtime_and_folder()
-    own = private_folder(tmp_path / "cache" / cache_folder(runtime).name)
-    shutil.copy(host_library(runtime, of_user), own)
+    shutil.copy(host_library(runtime, of_user), private_folder(tmp_path / "cache" / cache_folder(runtime).name))
     return tmp_path / "cache"
 
 

@@ -149,8 +149,7 @@ def test_compact(sycl: SyclOps, data, rows, columns, seed):
 
     last_R = torch.tensor(rows).cumsum(0) - 1
     end_R, chosen_KN, *_ = same_as_torch(sycl, run, active_T, token_N, last_R, table_KN)
-    travels = [table_KN[:, row].tolist() for row in range(total) if active_T[token_N[row]]]
-    assert chosen_KN.T.tolist() == travels
+    assert chosen_KN.T.tolist() == [table_KN[:, row].tolist() for row in range(total) if active_T[token_N[row]]]
     assert end_R.tolist() == [int(active_T[token_N[: last + 1]].sum()) for last in last_R.tolist()]
 
 

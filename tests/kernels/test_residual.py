@@ -7,15 +7,14 @@ import math
 import pytest
 import torch
 from cocodiff_sycl.ops import SyclOps
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies
 from kernel_helpers import TORCH, distance, dtypes, forms, placed, quick, random_BLHD, same_as_torch, seeds, shapes_of
 from torch import Tensor
 
 from cocodiff.kernels.residual import GROUP, NOTES, Onward, Prediction, Reconstructions, coded_width
 
-shapes = shapes_of(st.sampled_from((1, 6, 8, 24, 32, 40, 64, 100, 128, 130)))
-bit_counts = st.sampled_from((2, 4, 8))
+shapes = shapes_of(strategies.sampled_from((1, 6, 8, 24, 32, 40, 64, 100, 128, 130)))
+bit_counts = strategies.sampled_from((2, 4, 8))
 SPECIAL = (math.nan, math.inf, -math.inf, 3e38, -3e38, 7e4, -6e4, -0.0, 1e-40, -1e-40, 2.0**-20, 2.0**-24)
 
 
@@ -32,7 +31,7 @@ def with_special(x_BLHD: Tensor, seed: int, numbers: list[float]) -> Tensor:
     return x_BLHD
 
 
-specials = st.lists(st.sampled_from(SPECIAL), max_size=4)
+specials = strategies.lists(strategies.sampled_from(SPECIAL), max_size=4)
 of_tensors = {"shape": shapes, "dtype": dtypes, "seed": seeds, "form": forms, "special": specials}
 
 
@@ -52,9 +51,9 @@ def there_and_back(
     **of_tensors,
     bits=bit_counts,
     code_form=forms,
-    two=st.booleans(),
-    how=st.builds(Prediction, st.floats(0, 2), st.booleans(), st.booleans()),
-    exponent=st.integers(-30, 14),
+    two=strategies.booleans(),
+    how=strategies.builds(Prediction, strategies.floats(0, 2), strategies.booleans(), strategies.booleans()),
+    exponent=strategies.integers(-30, 14),
 )
 @quick
 def test_both_ends_know_the_bits_of_torch(
@@ -68,15 +67,14 @@ def test_both_ends_know_the_bits_of_torch(
     same_as_torch(sycl, there_and_back, x_BLHD, ends, how, bits, code_BLHW, torch.tensor([5, -7, 11, 13]))
 
 
-@given(**of_tensors, every=st.sampled_from((1, 3)), exponent=st.integers(-30, 14))
+@given(**of_tensors, every=strategies.sampled_from((1, 3)), exponent=strategies.integers(-30, 14))
 @quick
 def test_changes_are_noted_as_torch_notes_them(sycl: SyclOps, shape, dtype, seed, form, every, exponent, special):
     """Of rows of a larger tensor, which then are the last ones."""
     x_BLHD, last_BLHD = (random_BLHD(seed + n, shape, dtype, form) for n in range(2))
     last_BLHD, x_BLHD = with_special(last_BLHD, seed + 1, special[1:3]), near(last_BLHD, x_BLHD, exponent)
     x_BLHD, last_BLHD = with_special(x_BLHD, seed, special)[:, ::every], last_BLHD[:, : len(range(0, shape[1], every))]
-    notes_N = torch.tensor([5, -7, 11, 13])
-    x, last, _ = same_as_torch(sycl, "note_change", x_BLHD, placed(last_BLHD, form), notes_N)
+    x, last, _ = same_as_torch(sycl, "note_change", x_BLHD, placed(last_BLHD, form), torch.tensor([5, -7, 11, 13]))
     assert distance(last, x) == 0
 
 
@@ -94,9 +92,9 @@ def continued(ops, code_BLHW: Tensor, ends: list[Reconstructions], factor, bits,
     **of_tensors,
     bits=bit_counts,
     out_form=forms,
-    two=st.booleans(),
-    factor=st.none() | st.floats(0, 2),
-    further=st.floats(0, 2),
+    two=strategies.booleans(),
+    factor=strategies.none() | strategies.floats(0, 2),
+    further=strategies.floats(0, 2),
 )
 @quick
 def test_what_is_decoded_is_continued_in_the_same_pass(
@@ -108,8 +106,7 @@ def test_what_is_decoded_is_continued_in_the_same_pass(
     sender, *ends = (known_of(last_BLHD, before_BLHD, form) for _ in range(3))
     how = Prediction(factor or 0.0, factor is not None)
     TORCH.encode_residual(x_BLHD, sender, how, bits, code_BLHW, torch.zeros(NOTES, dtype=torch.int64))
-    outs = [placed(x_BLHD, out_form) for _ in range(2)]
-    same_as_torch(sycl, continued, code_BLHW, ends, factor, bits, further, outs)
+    same_as_torch(sycl, continued, code_BLHW, ends, factor, bits, further, [placed(x_BLHD, out_form) for _ in range(2)])
 
 
 def test_notes_tell_how_a_tensor_has_changed(sycl: SyclOps):

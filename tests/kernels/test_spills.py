@@ -26,7 +26,5 @@ def test_no_kernel_spills_on_the_device(tmp_path):
 
 def test_the_report_counts_the_instructions_of_the_innermost_loop():
     """A square root takes four cycles, waiting none. A MB of 16-bit numbers are 3906 passes of 128."""
-    assembly = Path(__file__).with_name("loop.asm").read_text()
-    assert hot_loop(assembly) == 1 + 2 + 4 + 1
-    told = cost_of("merge_bf16_bf16", 800)
-    assert told == "100.0 instructions a number; us/MB: traffic 3.00, these 4.36"
+    assert hot_loop(Path(__file__).with_name("loop.asm").read_text()) == 1 + 2 + 4 + 1
+    assert cost_of("merge_bf16_bf16", 800) == "100.0 instructions a number; us/MB: traffic 3.00, these 4.36"

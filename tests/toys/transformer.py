@@ -4,7 +4,6 @@ import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.models.attention_processor import Attention
-from torch import nn
 
 
 class ToyTransformer(ModelMixin, ConfigMixin):
@@ -13,8 +12,8 @@ class ToyTransformer(ModelMixin, ConfigMixin):
         super().__init__()
         width = num_attention_heads * attention_head_dim
         plain = {"heads": num_attention_heads, "dim_head": attention_head_dim}
-        self.layers = nn.ModuleList(Attention(width, **plain) for _ in range(num_layers))
-        self.proj_out = nn.Linear(width, 4)
+        self.layers = torch.nn.ModuleList(Attention(width, **plain) for _ in range(num_layers))
+        self.proj_out = torch.nn.Linear(width, 4)
 
     def forward(self, hidden_states, encoder_hidden_states, timestep=None):
         x_BLC = torch.cat([encoder_hidden_states, hidden_states], 1)
