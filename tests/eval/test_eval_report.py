@@ -160,7 +160,7 @@ def test_without_truth_the_original_is_shown_with_its_hole(tmp_path: Path) -> No
 
 
 def test_which_slices_are_shown() -> None:
-    assert [*map(shown_slices, [1], [0, 5, 0, 5], [1] * 100, [0, 0])] == [[0], [1, 3], [0, 33, 66, 99], []]
+    assert [*map(shown_slices, ([1], [0, 5, 0, 5], [1] * 100, [0, 0]))] == [[0], [1, 3], [0, 33, 66, 99], []]
     assert shown_slices([1] * 100, 1) == [0]
 
 
