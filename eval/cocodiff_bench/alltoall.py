@@ -109,7 +109,7 @@ def check(values: Values, ranks: int | None) -> None:
     if ranks < 2:
         raise UserError(f"bench alltoall on {ranks} rank has nothing to exchange: start 2 or more, as with --ranks 12")
     topology = topology_of(values["machine"], ranks)
-    if "auto" in names and values["variants"]:
+    if "auto" in names and (values["variants"] or values["exchange_table"]):
         check_table(values, topology)
 
 
@@ -144,7 +144,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
     """
     topology = topology_of(values["machine"], transport.size)
     names = wanted(values)
-    if "auto" in names and not values["variants"]:
+    if "auto" in names and not (values["variants"] or values["exchange_table"]):
         try:
             check_table(values, topology)
         except UserError as error:

@@ -135,6 +135,8 @@ def check(values: Values, ranks: int | None) -> None:
         ways_of(values, ranks)
         if ranks > min(values["tokens"]):
             raise UserError(f"--tokens {min(values['tokens'])} on {ranks} ranks: give every rank one")
+        if "torch_ring" in ways_of(values, ranks) and any(tokens % ranks for tokens in values["tokens"]):
+            raise UserError(f"--ways torch_ring needs equal parts: give --tokens multiples of {ranks}, or other --ways")
 
 
 def measure(values: Values, output: OutputFolder, transport: Any) -> None:
@@ -157,6 +159,7 @@ def measure(values: Values, output: OutputFolder, transport: Any) -> None:
             make = {"merged": merging, "torch_ring": torch_ring}.get(way, partial(strategy_of, way))
             variants[way] = make(call, values, topology, transport, trace)
         results = {} if values["waits"] else {name: run() for name, run in variants.items()}
+        traces.pop("torch_ring", None)  # its bytes are not counted
         slowest, sent = common.measure_slowest(f"bench attention {tokens}", variants, values, transport, traces)
         if transport.rank == 0:
             peaks = {name: peak_of(run) for name, run in variants.items() if alone}

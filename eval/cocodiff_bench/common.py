@@ -3,9 +3,10 @@
 `bench.json` is {"schema": 1, "rows": [...]}, a row for each variant:
 
     case, variant            what was measured, and in which mode;
-    median_s, p10_s, p90_s   seconds of one unit of the benchmark (a step, an attention call), by rank 0's clock;
+    median_s, p10_s, p90_s   seconds of one unit of the benchmark (a step, an attention call), by rank 0's clock; of
+                             alltoall and attention by that of the slowest rank;
     n                        number of measurements;
-    bytes                    of one unit, by class of link, all ranks together; null if nothing is exchanged;
+    bytes                    of one unit, by class of link, all ranks together; null if none are exchanged or counted;
     ratio_vs_X               median of the paired ratios to X, one for each round; null if X was not measured.
 """
 

@@ -177,8 +177,9 @@ def test_ranks_share_it_by_every_way(ranks: int, tmp_path: Path) -> None:
     rows = rows_of(tmp_path, f"{ALONE} --tokens {60 * ranks} --heads 6 --ranks {ranks}")
     assert list(rows) == ["flat", "tapa", "split", "keys", "token", "streaming", "torch_ring"]
     assert all(row["difference"] < 1e-5 for row in rows.values())
+    assert rows.pop("torch_ring")["bytes"] is None  # torch does not tell what it sends
     sent = {name: sum(row["bytes"].values()) for name, row in rows.items()}
-    assert sent["token"] > sent["keys"] > 0 == sent["torch_ring"]
+    assert sent["token"] > sent["keys"] > 0
     one = rows_of(tmp_path, f"{ALONE} --tokens {61 * ranks} --ranks {ranks} --one_query")
     assert list(one) == ["merged"] and sum(one["merged"]["bytes"].values()) == ranks * (ranks - 1) * 129 * 4
 
