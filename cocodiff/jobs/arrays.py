@@ -75,7 +75,7 @@ class Restored:
 
     mean: np.ndarray  # the restoration, in the volume's dtype; outside the mask the volume's voxels, bit for bit
     mask: np.ndarray  # True for voxels that were restored, after the options `grow` and `invert`
-    # Standard deviation of the samples, float32, in the volume's units. It does not measure the error, since samples
+    # Standard deviation of the samples, floats, in the volume's units. It does not measure the error, since samples
     # resemble each other too much. None for a single sample.
     spread: np.ndarray | None
     # Lower ends of intervals that hold 90 % of the true values, in the volume's units. They are calibrated on hidden
@@ -403,7 +403,8 @@ def _read(folder: Path, preset: str) -> Restored:
     numbers = sorted(int(path.stem.rpartition("_")[2]) for path in images.glob(f"{stem}_sample_*.npy"))
     samples = [of(f"_sample_{number}") for number in numbers]
     changed, mean = images / "volume_mask_mask.npy", of("")
-    mask = np.broadcast_to(np.load(changed if changed.is_file() else folder / "mask.npy") != 0, mean.shape)
+    mask = np.load(changed if changed.is_file() else folder / "mask.npy") != 0
+    mask = np.broadcast_to(mask.reshape(mask.shape[-mean.ndim :]), mean.shape)  # a slice's may be [1, Y, X]
     ends = (of("_low_90"), of("_high_90")) if tested else ()
     low, high = (np.where(mask, end, mean) for end in ends) if ends else (None, None)  # files have 0 outside the mask
     outcome = Outcome(**{one.name: metrics["outcomes"][0][one.name] for one in fields(Outcome)})

@@ -93,7 +93,7 @@ def test_a_mask_that_is_too_small_is_told() -> None:
     mask[20:26, 15:21] = hole[19:27, 14:22] = True
     volume[hole] = 60000
     with pytest.warns(UserWarning, match="100% of the known voxels beside the mask .* grow 1 "):
-        small = cocodiff.restore(volume, mask, samples=1, **QUICK | {"steps": "auto"})
+        small = cocodiff.restore(volume, mask[None], samples=1, **QUICK | {"steps": "auto"})
     assert (small.mean[hole & ~mask] == 60000).all()
     assert small.spread is small.uncertainty is small.verdict is None
     assert small.outcome.kind == "unknown" and "--" not in str(small.outcome)

@@ -262,6 +262,9 @@ def test_a_prompt_of_a_class_that_no_family_tells_of() -> None:
         for given in ({"prompt": "a tooth"}, repeated(prompt, 1))
     )
     assert np.array_equal(by_prompt, whole)
+    pipe.encode_prompt = Mock(side_effect=NameError("name 'ftfy' is not defined", name="ftfy"))
+    with pytest.raises(UserError, match="pip install ftfy"):
+        encode(pipelines, pipe, ["a tooth"], False, torch.device("cpu"))
     pooled, mask, embeds = torch.zeros(1, 4), torch.ones(1, 3, dtype=torch.long), torch.zeros(1, 3, 4)
     ltx = pipelines_of("LTXPipeline", "m", "LTXVideoTransformer3DModel")
     assert ltx.video is not None and ltx.video.frames == 161

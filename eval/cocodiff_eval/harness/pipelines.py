@@ -578,7 +578,10 @@ def _embeddings_of(pipelines: Pipelines, pipe: Any, prompt: str, device: Any) ->
         values = pipe.encode_prompt(prompt, **pipelines.also, device=device)
     except Exception as error:  # none of our code runs in there: the encoders' files do not fit together
         said = f"{type(pipe).__name__} cannot encode the prompt with the model's text encoders and tokenizers"
-        raise UserError(f"{said} ({type(error).__name__}: {_one_line(error)}); copy them again") from error
+        # Diffusers uses some packages without looking for them, as ftfy for Wan's image to video.
+        missing = error.name if isinstance(error, NameError | ImportError) else None
+        remedy = f"pip install {missing}" if missing else "copy them again"
+        raise UserError(f"{said} ({type(error).__name__}: {_one_line(error)}); {remedy}") from error
     named = pipelines.named(values)
     if "prompt_embeds_mask" in named and named["prompt_embeds_mask"] is None:
         # Qwen-Image's encode_prompt returns None for a mask that masks nothing; its call would warn that it is missing.
