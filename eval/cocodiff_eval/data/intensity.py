@@ -311,7 +311,8 @@ def compose_native(
         scale: the intensity range, and what the file declares of its values.
     """
     restored_P = restored01_YX[mask_YX]
-    restored_P = np.where(np.isinf(restored_P), restored_P, scale.denormalise(restored_P))  # also if the range is zero
+    endless_P = np.isinf(restored_P)  # they stay so if the range is zero
+    restored_P = np.where(endless_P, restored_P, scale.denormalise(np.where(endless_P, 0.0, restored_P)))
     if original_YX.dtype.kind in "ui":
         restored_P = np.rint(restored_P)
     low, high = find_limits(scale.declared, original_YX.dtype)

@@ -339,8 +339,8 @@ def judge_slice(
             more |= coverage(one.moments, truth_YX, mask_YX, scale, of_preset)
             more["intervals"] = of_preset.record() if of_preset is not None else None
             if of_preset is not None and more["intervals"] is not None:
-                width_YX = half_width([native[preset + end] for end in BOUNDS], mask_YX, scale)
-                more["uncertainty"] = float(width_YX[mask_YX].mean(dtype=float) / scale.scale)
+                low_P, high_P = (native[preset + end][mask_YX].astype(float) for end in BOUNDS)
+                more["uncertainty"] = float((high_P / 2 - low_P / 2).mean() / scale.scale)
         result = Result(
             slice_name(task.stack, seen.index),
             task.mask.name,
