@@ -449,7 +449,17 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 1:2 as text, as YAML 1.2 does. In YAML 1.1 it is a number to the base 60."""
+    """A YAML loader that reads 1:2 as text, as YAML 1.2 does, and refuses a key that is given twice.
+
+    In YAML 1.1 1:2 is a number to the base 60, and PyYAML silently takes a key's last value.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping's content. Raise ConstructorError if two of its keys are the same text."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if again := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{again} is given twice: give it once", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 # It stands before the resolvers of numbers, since the first resolver that fits is used.
