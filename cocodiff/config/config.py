@@ -458,7 +458,7 @@ class _Loader(yaml.SafeLoader):
         """Return a mapping's content. Raise ConstructorError if two of its keys are the same text."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
         if again := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{again} is given twice: give it once", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{again} stands twice: give it once", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
