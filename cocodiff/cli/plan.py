@@ -14,7 +14,7 @@ from cocodiff.config.config import load_machine
 from cocodiff.config.errors import UserError
 from cocodiff.jobs.folder import OutputFolder
 from cocodiff.jobs.model_shapes import load_shape
-from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, engine_record, engine_settings, parse, with_settings
+from cocodiff.jobs.options import LOG_LEVEL, Option, check_counts, engine_record, parse, preset_configs, with_settings
 from cocodiff.jobs.record import write_document
 from cocodiff.jobs.terminal import quiet_libraries, say
 from cocodiff.models.adapter import image_and_text
@@ -236,7 +236,7 @@ def case_of(values: dict[str, Any], shape: ModelShape, video: Video) -> Case:
         raise UserError(f"--negative_tokens {negative}: {wrong}; leave it away")
     if values["branches"] == 1:  # SD3 has both branches in one call
         shape = replace(shape, rows_per_image=1)
-    config = engine_record().preset(values["preset"], **engine_settings(values)).with_(image_tokens=image)
+    config = preset_configs(values | {"preset": [values["preset"]]})[values["preset"]].with_(image_tokens=image)
     batch, itemsize = values["batch"] * shape.rows_per_image, DTYPES[values["dtype"]]
     call = image_and_text(image, text), batch, itemsize, branches
     apart = None if negative is None else image_and_text(image, negative)

@@ -46,7 +46,10 @@ class Config:
         choices=lambda: (*EXCHANGES, "auto"),
     )
     exchange_table: str | None = setting(
-        None, "for exchange auto: a table that bench alltoall --tune wrote, instead of the shipped one", given="run"
+        None,
+        "a table that bench alltoall --tune wrote, instead of the shipped one",
+        given="run",
+        only_with=("exchange", "auto"),
     )
     nic_balance: bool = setting(
         True, "with split, blocks for other nodes take a detour where tiles share NICs unequally", given="code"
@@ -168,10 +171,10 @@ class Config:
         choices=("linear", "fixed", "reverse", "cosine", "list", "threshold"),
         **V_MAJOR,
     )
-    ratio: float = setting(0.5, "fraction of tokens that stay, for schedule fixed", **V_MAJOR, **FRACTION)
-    ratios: tuple[float, ...] = setting((), "that fraction at each step, for schedule list", **V_MAJOR, **FRACTION)
+    ratio: float = setting(0.5, "fraction of tokens that stay", only_with=("schedule", "fixed"), **FRACTION)
+    ratios: tuple[float, ...] = setting((), "that fraction at each step", only_with=("schedule", "list"), **FRACTION)
     threshold: float = setting(
-        0.1, "relative change below which a token stays, for schedule threshold", least=0, **V_MAJOR
+        0.1, "relative change below which a token stays", least=0, only_with=("schedule", "threshold")
     )
     warmup: int | None = setting(None, "full steps at the start; by default a tenth of all", least=0, **V_MAJOR)
     sync_interval: int = setting(10, "a full step every so many, 0 for never", least=0, **V_MAJOR)
@@ -446,7 +449,17 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 1:2 as text, as YAML 1.2 does. In YAML 1.1 it is a number to the base 60."""
+    """A YAML loader that reads 1:2 as text, as YAML 1.2 does, and refuses a key that is given twice.
+
+    In YAML 1.1 1:2 is a number to the base 60, and PyYAML silently takes a key's last value.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping's content. Raise ConstructorError if two of its keys are the same text."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if again := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{again} stands twice: give it once", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 # It stands before the resolvers of numbers, since the first resolver that fits is used.

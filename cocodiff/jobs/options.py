@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -163,7 +163,26 @@ def preset_configs(values: dict[str, Any]) -> dict[str, Config]:
         check_choice("preset", name, preset_names())
     if not names:
         raise UserError(f"--preset {' '.join(values['preset'])!r} names none; choose from {', '.join(preset_names())}")
-    return {name: engine_record().preset(name, **engine_settings(values)) for name in names}
+    configs = {name: engine_record().preset(name, **engine_settings(values)) for name in names}
+    if values.get("quality") is None:  # which sets others itself
+        check_effects(engine_settings(values), configs.values(), "--")
+    return configs
+
+
+def check_effects(given: Iterable[str], configs: Collection[Config], where: str) -> None:
+    """Raise UserError if a setting that a user gives has no effect in any of the settings that result.
+
+    Args:
+        given: names of the settings
+        configs: all settings, for each preset
+        where: the beginning of the error, before the setting's name
+    """
+    for name in given:
+        other, *values = settings_of(engine_record())[name].only_with or (name,)
+        found = dict.fromkeys(str(getattr(config, other)) for config in configs)
+        if other != name and found.keys().isdisjoint([*values, "auto"]):  # auto may choose one of the values
+            said = f"{where}{name} does nothing with {other} {' or '.join(found)}"
+            raise UserError(f"{said}: add {other}: {' or '.join(values)}")
 
 
 def check_counts(values: dict[str, Any], *names: str) -> None:

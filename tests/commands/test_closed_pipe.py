@@ -114,7 +114,8 @@ def run_closed(words: str, closed: str, folder: Path) -> int:
     return subprocess.run(["bash", "-c", command], cwd=folder, timeout=240).returncode
 
 
-def test_lines_to_a_full_disk_are_lost() -> None:
+def test_lines_to_a_full_disk_are_lost(tmp_path: Path) -> None:
+    assert run_closed("--help", ">/dev/full", tmp_path) == 0
     with Path("/dev/full").open("w") as full, redirect_stdout(full):
         for text in ("one", "two"):
             say(text)

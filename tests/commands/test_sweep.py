@@ -213,14 +213,14 @@ def grid(**sections: Any) -> Any:
 
 def test_a_grid_is_every_combination_and_then_the_points() -> None:
     found = grid(
-        base={"selection": "v_major"},
+        base={"selection": "v_major", "schedule": "fixed"},
         grid={"ratio": [0.5, 0.75], "reference": ["prev", "sent"], "steps": [20, 50]},
-        points=[{"name": "mine", "preset": "cocodiff+", "ratio": 0.9}],
+        points=[{"name": "mine", "preset": "cocodiff+", "threshold": 0.9}],
     )
     names = [f"ratio {ratio}, reference {reference}" for ratio in (0.5, 0.75) for reference in ("prev", "sent")]
     assert [point.name for point in found.points] == [*names, "mine"]
-    assert found.points[0].config == Config(selection="v_major", ratio=0.5, reference="prev")
-    assert found.points[-1].config == Config.preset("cocodiff+", ratio=0.9)
+    assert found.points[0].config == Config(selection="v_major", schedule="fixed", ratio=0.5, reference="prev")
+    assert found.points[-1].config == Config.preset("cocodiff+", threshold=0.9)
     assert (found.steps, found.masks) == ([20, 50], ["block"])
     assert grid(grid={"preset": ["flat"], "steps": [20]}, steps=[7], mask=["center"]).steps == [7]
     assert next(iter(grid(grid={"preset": ["tapa"]}, timeout_s=7.0).presets.values())).timeout_s == 7.0  # the exact run
@@ -230,7 +230,7 @@ def test_a_grid_is_every_combination_and_then_the_points() -> None:
 
 MISTAKEN = yaml.safe_load(Path(__file__).with_name("grids.yaml").read_text())
 LARGE = [
-    (LOSSY | {"grid": {"ratio": [n / 1e3 for n in range(1000)], "warmup": [*range(1000)]}}, "has 1000000 runs "),
+    (LOSSY | {"grid": {"sync_interval": [*range(1000)], "warmup": [*range(1000)]}}, "has 1000000 runs "),
     ({"grid": {"preset": ["flat"], "steps": [*range(1, 100_001)]}}, "has 100000 runs "),
     ({"points": [{"preset": "flat"}] * 20_000}, "has 20000 runs "),
     (LOSSY | {"grid": {"warmup": [*range(101)]}, "steps": [*range(1, 101)]}, "has 10100 runs "),

@@ -22,7 +22,7 @@ from typing import Any
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError, check_keys
 from cocodiff.config.setting import settings_of
-from cocodiff.jobs.options import engine_record, engine_settings
+from cocodiff.jobs.options import check_effects, engine_record, engine_settings
 from cocodiff_eval.harness.session import EXACT
 
 SECTIONS = ("base", "grid", "points")  # of a sweep's file
@@ -170,13 +170,7 @@ def _point(entry: Mapping[str, Any], base: Mapping[str, Any], engine: Mapping[st
         config = record.preset(settings["preset"], **over_preset) if "preset" in settings else record(**over_preset)
     except (UserError, TypeError) as error:
         raise UserError(f"point {name}: {error}") from error
-    for key in own:
-        other, *values = (key != "preset" and settings_of(type(config))[key].only_with) or ("",)
-        if other and getattr(config, other) not in values:
-            raise UserError(
-                f"point {name}: {key} does nothing with {other} {getattr(config, other)}: add {other}: "
-                f"{' or '.join(values)}"
-            )
+    check_effects([key for key in own if key != "preset"], [config], f"point {name}: ")
     return Point(name, config, settings)
 
 

@@ -313,7 +313,8 @@ def same_bits(config: Config, exact: Config) -> bool:
     """
     if not config.exact:
         return False
-    of_lossy = {name for name, one in settings_of(type(config)).items() if one.only_with and one.only_with[0] in LOSSY}
+    depend = {name: one.only_with[0] for name, one in settings_of(type(config)).items() if one.only_with}
+    of_lossy = {name for name, other in depend.items() if other in LOSSY or depend.get(other) in LOSSY}
     binding = vars(config).keys() - {*ROUTES, *LOSSY, *of_lossy}
     return all(getattr(config, name) == getattr(exact, name) for name in binding)
 
