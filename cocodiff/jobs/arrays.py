@@ -202,7 +202,8 @@ def restore(
         out = folder / "out"
         given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
-        words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
+        words += ["--out", str(out), "--quiet", "--keep_samples"]
+        words += _words({"exact": bool(options.get("quality"))} | given | options)  # a bound needs the exact run
         assert job.stdin is not None
         with suppress(BrokenPipeError), job.stdin:  # a job that was killed is reported by its exit code
             job.stdin.write(json.dumps(words))

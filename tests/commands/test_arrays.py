@@ -226,7 +226,8 @@ def test_a_job_is_given_each_option_as_the_caller_has_it_and_once(tmp_path: Path
     monkeypatch.setattr(arrays, "dependent_words", lambda _, folder: dependent_words(words, folder))
     own = {"samples": 8, "model": "embedded", "steps": "auto", "ranks": 1, "preset": "tapa", "exact": "false"}
     every = {option.name: f"a {option.name}" for option in INPAINT_OPTIONS if option.name not in DECIDED.split()}
-    for options, wanted in (({}, own), (every | {"preset": "flat"},) * 2):
+    bound = {"quality": "50dB"}
+    for options, wanted in (({}, own), (bound, own | bound | {"exact": "true"}), (every | {"preset": "flat"},) * 2):
         with pytest.raises(RuntimeError):
             cocodiff.restore(VOLUME, MASK, progress=False, **options)
         given = json.loads(file.read_text())
