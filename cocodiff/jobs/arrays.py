@@ -111,7 +111,7 @@ class Restored:
         scale, figures = max(1.0, 240 / max(self.mean.shape)), ""
         for name, axis, at in views:
             image_YX, mask_YX = (np.moveaxis(one, axis, 0)[at] for one in (self.mean, self.mask))
-            grey_YX = np.clip((image_YX.astype(float) - low) / max(high - low, 1e-300), 0, 1) * 255
+            grey_YX = np.clip((np.nan_to_num(image_YX.astype(float)) - low) / max(high - low, 1e-300), 0, 1) * 255
             rgb_YXC = np.repeat(grey_YX.astype(np.uint8)[..., None], 3, axis=2)
             rgb_YXC[binary_dilation(mask_YX) & ~mask_YX] = OUTLINE
             Image.fromarray(rgb_YXC).save(png := io.BytesIO(), "PNG")
@@ -202,7 +202,8 @@ def restore(
         out = folder / "out"
         given = {"samples": samples, "axes": axes, "model": model, "steps": steps, "ranks": ranks, "preset": preset}
         words = ["inpaint", "--input", str(folder / "volume.npy"), "--mask", str(folder / "mask.npy")]
-        words += ["--out", str(out), "--quiet", "--keep_samples", *_words({"exact": False} | given | options)]
+        words += ["--out", str(out), "--quiet", "--keep_samples"]
+        words += _words({"exact": bool(options.get("quality"))} | given | options)  # a bound needs the exact run
         assert job.stdin is not None
         with suppress(BrokenPipeError), job.stdin:  # a job that was killed is reported by its exit code
             job.stdin.write(json.dumps(words))

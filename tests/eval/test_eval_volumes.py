@@ -184,6 +184,8 @@ def test_axes_have_weights_by_their_errors(worse: float, shares: tuple[float, ..
     assert np.square(error_P).mean() == pytest.approx(np.square(mean_P).mean(), rel=0.02)
     if chosen:  # one sample goes along one axis
         assert len(found.of_model(volume, 1)[0]) == 1
+    lost = replace(volume_of_mask(MASKS["holes"] | marked(MASKS["holes"].shape, np.s_[7]), "z"), chosen=chosen)
+    assert replace(found, own={"z": own["z"]}).of_model(lost, 6)[0] == {"z": 1.0}  # slice 7 is left as it is
 
 
 @pytest.mark.parametrize("informative", [True, False])

@@ -91,12 +91,12 @@ class Volume:
 
     def restores(self, axes: Sequence[str]) -> bool:
         """Return True if slices along some axes restore every masked voxel: along one of them no slice is masked
-        wholly.
+        wholly. Along z alone such slices are left as they are.
 
         Args:
             axes: some of "z", "y" and "x".
         """
-        return any(not self.statistics.full(axis).any() for axis in axes)
+        return self.axes == ("z",) or any(not self.statistics.full(axis).any() for axis in axes)
 
     def sampled(self, samples: int) -> int:
         """Return the number of samples that the test makes of each slice: at least 1 and at most 3.
