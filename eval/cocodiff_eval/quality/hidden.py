@@ -184,8 +184,10 @@ class Survey:
         known_ZYX = ~self.masked_ZYX[box]
         known_ZYX[_box([at - part.start for at, part in zip(start, box, strict=True)], shape)] &= ~hidden_ZYX
         level, texture = self.level_ZYX[box][known_ZYX], self.texture_ZYX[box][known_ZYX]
-        found = [level.mean(), level.std(), texture.mean()] if level.size else [np.nan] * 3
-        return np.array(found) / self._unit
+        count = level.size or np.nan
+        mean = np.add.reduce(level) / count  # with the bits of np.mean and np.std, in half their time
+        spread = np.sqrt(np.add.reduce(np.square(level - mean)) / count)
+        return np.array([mean, spread, np.add.reduce(texture) / count]) / self._unit
 
     def likeness(self, wanted: np.ndarray, start: Sequence[int], hidden_ZYX: np.ndarray) -> float:
         """Return the likeness of a region's surroundings to a wanted look, from 0 to 1.
@@ -448,7 +450,7 @@ def _start(middle: float, own: int, side: int, whole: int) -> int:
         return own
     if margin == 0:
         return last * (middle > whole / 2)
-    return int(np.clip(round(middle - side / 2), margin, last - margin))
+    return min(max(round(middle - side / 2), margin), last - margin)
 
 
 def _apart(start: Sequence[int], sides: Sequence[int], other: Piece) -> bool:

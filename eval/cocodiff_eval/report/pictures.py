@@ -320,7 +320,8 @@ def _fitting(images: Mapping[Any, np.ndarray], share: int, best: int) -> tuple[i
         made[quality] = {key: _webp(image, quality) for key, image in images.items()}
         return sum(map(len, made[quality].values())) <= share
 
-    if best == LOSSLESS or not fits(best):  # most slices fit at SURROUNDING, and so are compressed once
+    scarce = share < sum(image.size for image in images.values())  # then most slices do not fit at LOSSLESS
+    if (best == LOSSLESS and scarce) or not fits(best):  # most others fit at the best, and so are compressed once
         best = QUALITIES[bisect_left(QUALITIES[:-1], True, QUALITIES.index(best), key=fits)]
     return best, made.get(best) or {key: _webp(image, best) for key, image in images.items()}
 
