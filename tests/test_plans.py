@@ -215,19 +215,23 @@ def test_an_argument_for_all_tokens_that_the_plan_does_not_cut_is_named(name, st
         on_ranks(2, case.model(), case.call(), plan={**plan, step: kept})
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_another_attention_backend_is_refused(inside):
-    """Also one that is chosen inside the block."""
-    model, call = PLANNED["wan"].model(), PLANNED["wan"].call()
+@pytest.mark.parametrize("where", ["before", "inside", "torch"])
+def test_another_attention_backend_is_refused(where, monkeypatch):
+    """Also one that is chosen inside the block, for one layer or for all models."""
+    model, call, function = PLANNED["wan"].model(), PLANNED["wan"].call(), "scaled_dot_product_attention"
 
     def run(own: Any, _: Any) -> None:
         own(**call)
-        choose_backend(own.blocks[1].attn1.processor, "flash")
+        if where == "torch":
+            monkeypatch.setattr(torch.nn.functional, function, lambda query, *_, **more: query)
+        else:
+            choose_backend(own.blocks[1].attn1.processor, "flash")
         own(**call)
 
-    if not inside:
+    if where == "before":
         choose_backend(model.blocks[1].attn1.processor, "flash")
-    refused(r"blocks\.1\.attn1 uses the attention backend flash,.*reset_attention_backend", model, run=run)
+    words = "attends to a shard by other means" if where == "torch" else "uses .* backend flash,.*reset_attention_back"
+    refused(rf"attn[12],? .*{words}", model, run=run)
 
 
 def test_a_call_that_fails_in_attention_leaves_nothing_for_the_next():

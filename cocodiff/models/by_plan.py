@@ -155,12 +155,16 @@ class PlannedModel(ShardedModel):
             args: the call's arguments by position.
             kwargs: the call's arguments by name.
         """
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
         # A user may have changed the model since it was entered.
         check_attention(self._attending)
         self._check_in_place()
         bound = self._signature.bind(*args, **kwargs)
         given = dict(bound.arguments)
-        form = self._host.sequence, call_key(given)
+        # Since its first call a script may have chosen other attention for all models: that is followed anew.
+        attention = _AttentionBackendRegistry.get_active_backend(), torch.nn.functional.scaled_dot_product_attention
+        form = self._host.sequence, call_key(given), attention
         self._begin(form)
         here = [step for step in self._steps if not step.name]
         for step in here:
