@@ -61,9 +61,7 @@ class CachedCall:
     key: Any  # key of what the cache keeps for this call: the ranks and the guidance branch
     ranks: SequenceRanks  # the ranks that share its sequence
     own: KeptResults  # what the cache will keep of this call if it is computed
-    cached: KeptResults | None = (
-        None  # kept results used in place of the blocks after the first; None: these are computed
-    )
+    cached: KeptResults | None = None  # results in place of the blocks after the first; None: these are computed
     output: Any = None  # output of the first block
 
 
