@@ -184,12 +184,11 @@ def test_ties_go_to_the_first_positions():
 
 def test_schedules_over_twenty_steps():
     linear, reverse, cosine = (Schedule(Config(schedule=rule)) for rule in ("linear", "reverse", "cosine"))
-    assert linear.warm_steps(20) == 2 and linear.warm_steps(5) == 1 and linear.warm_steps(50) == 5
-    assert Schedule(Config(warmup=0)).warm_steps(20) == 0 == linear.stable_fraction(2, 20)
+    assert [linear.warm_steps(n) for n in (20, 5, 50)] == [2, 1, 5] and Schedule(Config(warmup=0)).warm_steps(20) == 0
     assert [linear.is_full(t, 20) for t in (0, 1, 2, 11, 12, 13, 19)] == [True, True, False, False, True, False, False]
     assert [one.stable_fraction(19, 20) for one in (linear, reverse, cosine)] == [1, 0, 1]
-    listed = Config(schedule="list", ratios=(0.1, 0.2, 0.3, 0.5))
-    assert [Schedule(listed).stable_fraction(t, 20) for t in (2, 7)] == [0.3, 0.5]
+    listed = Schedule(Config(schedule="list", ratios=(0.1, 0.2, 0.3, 0.5)))
+    assert [listed.stable_fraction(t, 20) for t in (2, 7)] == [0.3, 0.5] and linear.stable_fraction(2, 20) == 0
     assert all(Schedule(Config(schedule="fixed", sync_interval=1)).is_full(t, 20) for t in range(20))
 
 
