@@ -65,7 +65,7 @@ class Ring:
             sequences: for every Ulysses group, the order in which its ranks' rows lie in the sequence (see
                 `Layout.sequence`); () for ascending order in all groups.
         """
-        self.mesh, self._trace, self._local = mesh, context.trace, local or LocalAttention()
+        self.mesh, self._trace, self._count, self._local = mesh, context.trace, context.count, local or LocalAttention()
         self.sequences, self._kernels, transport = sequences or [()] * mesh.ring, context.kernels, context.transport
         self.rank, (self.group, slot) = transport.rank, mesh.group_and_slot(transport.rank)
         self._visits = visits_of(mesh, transport.rank)
@@ -140,17 +140,25 @@ class Ring:
         """
         B, _, G, D = here[0].shape
         shape = (B, rows[onward.brings], G, D)
-        incoming = views(buffer[: 2 * math.prod(shape)], [shape, shape])
 
-        def exchange(here: list[Tensor], incoming: list[Tensor]) -> list[Tensor]:
-            """Send keys and values, receive others into `incoming`, wait for both, and return `incoming`. The
-            background thread runs it."""
+        def exchange(way: Passing) -> list[Tensor]:
+            """Send keys and values, receive others, wait for both, and return the received ones. The background thread
+            runs it."""
             with self._trace.span("kv ring", LANE, layer):
-                sends, recvs = [(x, onward.to) for x in here], [(x, onward.before) for x in incoming]
-                self._post(self._ranks, sends, recvs).wait()
-                return incoming
+                self._send_recv(self._ranks, way).wait()
+                return way.incoming
 
-        return self._lane.submit(exchange, here, incoming)
+        return self._lane.submit(exchange, Passing(here, views(buffer[: 2 * math.prod(shape)], [shape, shape]), onward))
+
+    def _send_recv(self, group: Group, way: Passing) -> Pending:
+        """Start sending and receiving the tensors of one step, and return what to wait for.
+
+        Args:
+            group: the communicator.
+            way: the tensors and the members that they go to and come from.
+        """
+        sends, recvs = [(x, way.move.to) for x in way.outgoing], [(x, way.move.before) for x in way.incoming]
+        return self._post(group, sends, recvs)
 
     def _post(self, group: Group, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> Pending:
         """Start messages to and from members of the ring, count the bytes sent in the trace, and return what to wait
@@ -165,9 +173,7 @@ class Ring:
             recvs: tensors to fill, each with the member that sends it.
         """
         for x, member in sends:
-            link = self.mesh.topology.link_class(self.rank, self._rank_of[member])
-            self._trace.count(link, x.nbytes)
-            self._trace.count(link, x.nbytes, purpose="whole")
+            self._count(self._rank_of[member], x.nbytes, x.nbytes)
         return group.collective(*([(x, self._index_of[member]) for x, member in pairs] for pairs in (sends, recvs)))
 
 
@@ -176,7 +182,7 @@ class Passing(NamedTuple):
     time."""
 
     outgoing: Sequence[Tensor]  # tensors to send to `move.to`
-    incoming: Sequence[Tensor]  # buffers for those from `move.before`
+    incoming: list[Tensor]  # buffers for those from `move.before`
     move: Move  # the two members, and the member whose tensors arrive
 
 
@@ -302,16 +308,6 @@ class TokenRing(Ring):
                 sent.wait()
                 next_keys += arrived
             return Received([] if on is None else on.incoming, parts, next_keys)
-
-    def _send_recv(self, group: Group, way: Passing) -> Pending:
-        """Start sending and receiving the tensors of one step, and return what to wait for.
-
-        Args:
-            group: the communicator.
-            way: the tensors and the members that they go to and come from.
-        """
-        sends, recvs = [(x, way.move.to) for x in way.outgoing], [(x, way.move.before) for x in way.incoming]
-        return self._post(group, sends, recvs)
 
 
 def head_pieces(heads: int, pieces: int) -> list[slice]:

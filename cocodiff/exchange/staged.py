@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from cocodiff.comm.lane import LaneFuture
-from cocodiff.comm.transport import Pending, RankContext, Transport
+from cocodiff.comm.transport import Pending, RankContext
 from cocodiff.exchange.messages import BlockSet, Groups, InFlight, PackedBlocks, SentMessages, Target
 from cocodiff.exchange.outgoing import OUTPUT, EncodedCall, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout
@@ -43,7 +43,6 @@ class StagedExchange:
         plans: Mapping[str, Plan],
         name_of: Callable[[BlockSet], str],
         groups: Groups,
-        transport: Transport,
         chunking: Chunking,
     ) -> None:
         """Cut the routes into stages, and open threads and communicators for blocks that are passed on. All ranks do so
@@ -54,10 +53,9 @@ class StagedExchange:
             plans: what this rank sends and receives in each exchange, by its name.
             name_of: returns the name of the exchange for a set of blocks, by their size.
             groups: the communicators for messages that leave at once, by the lane that a phase names.
-            transport: opens threads and communicators.
             chunking: the number of chunks, and from which size on tensors are sent in chunks.
         """
-        topology, stages = here.topology, Stages(here.topology, here.rank, chunking.chunks)
+        topology, transport, stages = here.topology, here.transport, Stages(here.topology, here.rank, chunking.chunks)
         self._here, self._from_mb, self.name_of = here, chunking.from_mb, name_of
         self.chunks, self.sequence, self.attending_ranks = stages.chunks, sum(stages.chunks, ()), stages.attending_ranks
         self.several_nodes = topology.nodes > 1

@@ -21,15 +21,7 @@ from cocodiff.models.adapter import Adapter, Arguments, attention_modules, call_
 from cocodiff.models.checks import replace_forward, signature_of
 from cocodiff.models.family import Family
 from cocodiff.models.plan import Cut, Gather, Plan, ShardedModel, as_given
-from cocodiff.models.planned_attention import (
-    Followed,
-    LayerName,
-    Marks,
-    PlannedAttention,
-    TorchFunctions,
-    kind_of,
-    segments_of,
-)
+from cocodiff.models.planned_attention import Followed, Marks, PlannedAttention, TorchFunctions, kind_of, segments_of
 from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.topology.layout import Segment, Segments
 
@@ -126,7 +118,7 @@ class PlannedModel(ShardedModel):
         self._attention = PlannedAttention(host, (name for name, _ in self._attending))
         self._signature = signature_of(model)
         # By the form of a call: how each attention is computed, and the part of the sequence that each gather has.
-        self._known: dict[Any, tuple[dict[LayerName, Followed], dict[str, Segment]]] = {}
+        self._known: dict[Any, tuple[dict[str, Followed], dict[str, Segment]]] = {}
         self._marks: Marks | None = None  # the tensors with own tokens, in the first call of a form
         self._within: AbstractContextManager[Any]  # entered in modules that attend
         self._begin(None)
@@ -347,6 +339,4 @@ OUTSIDE = "attention"  # name of the layer for attention outside of attention mo
 
 def _first_tensor(value: Any) -> Any:
     """Return the first tensor in nested lists or tuples, or the value itself if it is neither."""
-    while isinstance(value, list | tuple) and value:
-        value = value[0]
-    return value
+    return next(iter(tensors_in(value)), value)

@@ -9,7 +9,7 @@ of it, and `-1` for the last of a list; "" is the transformer itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -182,8 +182,14 @@ class ShardedModel:
         return self._host.sequence.gather(x, gather.tokens, gather.dim)
 
     def _check_in_place(self) -> None:
-        """Raise UserError if a module that has hooks was replaced in the model by another one."""
-        check_in_place([step.module for step in self._steps], [self._model.get_submodule(s.name) for s in self._steps])
+        """Raise UserError if a module that cuts or gathers tokens was replaced in the model: its hooks would not be
+        called."""
+        for step in self._steps:
+            if self._model.get_submodule(step.name) is not step.module:
+                raise UserError(
+                    f"a {type(step.module).__name__} where tokens are cut or gathered was replaced inside the `with` "
+                    f"block, as a LoRA does that is loaded or unloaded: do so before the block"
+                )
 
     def _put_on(self, step: Step, undo: ExitStack) -> None:
         """Put the hooks of one entry of the plan on its module, and register their removal with `undo`."""
@@ -264,18 +270,3 @@ def as_given(
         kwargs: the caller's by name.
     """
     return bound.args[: len(args)], {name: bound.arguments.get(name, value) for name, value in kwargs.items()}
-
-
-def check_in_place(hooked: Iterable[nn.Module], now: Iterable[nn.Module]) -> None:
-    """Raise UserError if a module that cuts or gathers tokens was replaced in the model: its hooks would not be called.
-
-    Args:
-        hooked: the modules that have the hooks.
-        now: the modules that the model has at their places now.
-    """
-    for before, module in zip(hooked, now, strict=True):
-        if before is not module:
-            raise UserError(
-                f"a {type(before).__name__} where tokens are cut or gathered was replaced inside the `with` block, as "
-                f"a LoRA does that is loaded or unloaded: do so before the block"
-            )

@@ -30,7 +30,6 @@ from cocodiff.config.errors import UserError
 from cocodiff.models.adapter import tensors_in
 from cocodiff.topology.layout import Segments
 
-LayerName = str  # name of an attention layer, with a number for its second and further attentions in a call
 BESIDE_QKV = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")  # further arguments of torch's attention
 JOINING = (torch.cat, torch.concat, torch.concatenate)
 COUNTED = ("attention", "whole")  # purposes for which bytes of gathers are counted
@@ -128,7 +127,7 @@ class PlannedAttention:
         self._host, self._layers = host, Counter(map(kind_of, layers))
         self.begin({}, None)
 
-    def begin(self, followed: dict[LayerName, Followed], marks: Marks | None) -> None:
+    def begin(self, followed: dict[str, Followed], marks: Marks | None) -> None:
         """Begin a call of the model.
 
         Args:
@@ -150,6 +149,7 @@ class PlannedAttention:
             value: this rank's.
             call: further arguments of torch's function, by name.
         """
+        # The layer's name, with a number for its second and further attentions in a call.
         number = self._attended[layer]
         self._attended[layer] += 1
         name = f"{layer} {number}" if number else layer
@@ -174,7 +174,7 @@ class PlannedAttention:
             marks.add(out)
         return out
 
-    def _follow(self, name: LayerName, query: Tensor, key: Tensor, value: Tensor, marks: Marks) -> Followed:
+    def _follow(self, name: str, query: Tensor, key: Tensor, value: Tensor, marks: Marks) -> Followed:
         """Decide how an attention call is computed, equally on all ranks. All ranks call it, in the first call of the
         model.
 
@@ -205,7 +205,7 @@ class PlannedAttention:
         return Followed("exchanged" if query in marks and queries == keys else "gathered", rows, segments)
 
     def _exchanged(
-        self, name: LayerName, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, call: Mapping[str, Any], found: Followed
+        self, name: str, q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, call: Mapping[str, Any], found: Followed
     ) -> Tensor:
         """Return attention for which the engine exchanges queries, keys and values between ranks, [B, H, L, D].
 
@@ -257,7 +257,7 @@ class PlannedAttention:
         return k_BHSD, v_BHSD, call | {"attn_mask": mask}
 
     def _masks_of(
-        self, name: LayerName, mask: Tensor | None, batch: int, found: Followed
+        self, name: str, mask: Tensor | None, batch: int, found: Followed
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Take a mask apart: return which keys of all ranks are attended to, and which of this rank's queries attend to
         anything.
@@ -287,7 +287,7 @@ class PlannedAttention:
         return {one.name: torch.cat(pieces[n::number], dim=1) for n, one in enumerate(found.segments)}, queries_BL
 
 
-def kind_of(name: LayerName) -> str:
+def kind_of(name: str) -> str:
     """Return the name of an attention layer without the numbers in it, which groups equal layers.
 
     See `LayerKey.kind`. A number after the name, for a further attention of the layer in a call, is left out too.
@@ -327,9 +327,7 @@ def segments_of(sequence: Any, rows: Sequence[int], joined: int = 1) -> Segments
     return ()
 
 
-def _of_keys_and_queries(
-    name: LayerName, mask: Tensor, batch: int, rows: tuple[int, int]
-) -> tuple[Tensor, Tensor | None]:
+def _of_keys_and_queries(name: str, mask: Tensor, batch: int, rows: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
     """Take a mask apart. Return the keys that are attended to, bool [B, keys], and the queries that attend to anything.
 
     The latter are bool [B, queries], or None for all. Raise UserError for masks that are not the product of these two.

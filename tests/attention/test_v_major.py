@@ -24,6 +24,7 @@ from cocodiff.attention.v_major.selection import Cards, Drift, DriftNotes, Sched
 from cocodiff.comm.loopback import run_ranks
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import RankContext
+from cocodiff.config.config import Config
 from cocodiff.config.machine import Machine
 from cocodiff.engine.assemble import build_strategy
 from cocodiff.exchange.codec import merge_notes
@@ -81,7 +82,7 @@ def check(world: Drifting, steps: int, schedule: str, **settings: Any) -> None:
     calls, ranks = run_of(steps), selecting(world, schedule, **settings)
     of_ranks, config = ranks.call(calls), ranks.config
     layout = world.layout(calls[0])
-    expected = Reference(world.topology, layout, Schedule.of(config), config.scoring, config.reference)
+    expected = Reference(world.topology, layout, Schedule(config), config.scoring, config.reference)
     for call in calls:
         whole_BSHD = torch.cat(list(expected.attend(*world.tensors(call), call.step, steps)), 2)
         for rank, one in enumerate(of_ranks):
@@ -145,7 +146,7 @@ def test_with_a_ring_it_equals_one_process(size, ring, placement, scoring, refer
     where = [range(31 + world.text)[world.rows(calls[0], rank)] for rank in range(size)]
     rows = [[row for rank in group for row in where[rank]] for group in mesh.groups]
     expected = [
-        Reference(part, layout, Schedule.of(ranks.config), scoring, reference)
+        Reference(part, layout, Schedule(ranks.config), scoring, reference)
         for part, layout in zip(mesh.parts, layouts, strict=True)
     ]
     for call in calls:
@@ -182,13 +183,13 @@ def test_ties_go_to_the_first_positions():
 
 
 def test_schedules_over_twenty_steps():
-    linear = Schedule("linear")
-    assert linear.warm_steps(20) == 2 and linear.warm_steps(5) == 1 and linear.warm_steps(50) == 5
-    assert Schedule("linear", warmup=0).warm_steps(20) == 0 == linear.stable_fraction(2, 20)
+    linear, reverse, cosine = (Schedule(Config(schedule=rule)) for rule in ("linear", "reverse", "cosine"))
+    assert [linear.warm_steps(n) for n in (20, 5, 50)] == [2, 1, 5] and Schedule(Config(warmup=0)).warm_steps(20) == 0
     assert [linear.is_full(t, 20) for t in (0, 1, 2, 11, 12, 13, 19)] == [True, True, False, False, True, False, False]
-    assert [Schedule(kind).stable_fraction(19, 20) for kind in ("linear", "reverse", "cosine")] == [1, 0, 1]
-    assert [Schedule("list", ratios=(0.1, 0.2, 0.3, 0.5)).stable_fraction(t, 20) for t in (2, 7)] == [0.3, 0.5]
-    assert all(Schedule("fixed", sync_interval=1).is_full(t, 20) for t in range(20))
+    assert [one.stable_fraction(19, 20) for one in (linear, reverse, cosine)] == [1, 0, 1]
+    listed = Schedule(Config(schedule="list", ratios=(0.1, 0.2, 0.3, 0.5)))
+    assert [listed.stable_fraction(t, 20) for t in (2, 7)] == [0.3, 0.5] and linear.stable_fraction(2, 20) == 0
+    assert all(Schedule(Config(schedule="fixed", sync_interval=1)).is_full(t, 20) for t in range(20))
 
 
 SINGLE = Machine("single", tiles=1, planes=(0,), cards=3)

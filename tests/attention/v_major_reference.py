@@ -71,7 +71,7 @@ class Reference:
         fraction = self.schedule.stable_fraction(step, steps)
         for b in range(len(v_BSHD)):
             if fraction is None:
-                limit = self.schedule.threshold * norm_BN[b].double().mean()
+                limit = self.schedule.settings.threshold * norm_BN[b].double().mean()
                 stable = [n for n in range(len(rows)) if score_BN[b, n].double() <= limit]
             else:
                 by_score = sorted(range(len(rows)), key=lambda n: (float(score_BN[b, n]), n))

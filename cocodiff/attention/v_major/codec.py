@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from cocodiff.comm.lane import LaneFuture
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.exchange.codec import WHOLE, CallKind, StateBytes, StepInfo, StepKinds, StepNotes, TensorSets
+from cocodiff.exchange.codec import WHOLE, CallKind, StateBytes, StepInfo, StepKinds, TensorSets
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, Outgoing, TensorFuture
@@ -60,13 +61,13 @@ class VMajor(StatefulCodec):
             settings: the engine's settings. `scoring` is "source" (each rank scores its own tokens over all heads
                 before they are sent) or "card" (after v's first phase the card's first tile scores the card's tokens;
                 TAPA only). Scores compare v with its `reference`: "prev" is v at the call before, "sent" is v as it was
-                last sent. For the schedule see `Schedule.of`.
+                last sent. For the schedule see `Schedule`.
             exchange: the exchange of this rank's Ulysses group; None for one rank, or for questions that need no
                 messages.
             everyone: this rank among all ranks that share the sequence; None for one rank.
         """
         super().__init__(settings, exchange, everyone)
-        self.schedule, self.reference = Schedule.of(settings), settings.reference
+        self.schedule, self.reference = Schedule(settings), settings.reference
         self.drift = DriftNotes()
         self.transfer = SourceCall if settings.scoring == "source" else CardCall
         self._cards: dict[tuple[Layout, int, torch.device], Cards] = {}
@@ -78,7 +79,7 @@ class VMajor(StatefulCodec):
             self.drift.sync_to_host()
         super().begin_step(step_info)
 
-    def report(self) -> Mapping[int, StepNotes]:
+    def report(self) -> Mapping[int, Any]:
         return self.drift.by_step()
 
     def forget_report(self) -> None:
@@ -95,7 +96,7 @@ class VMajor(StatefulCodec):
     def columns(self) -> int:
         """The number of values of each token that decide if it is sent: 1 (its change), or with a threshold 2 (also its
         norm)."""
-        return 2 if self.schedule.kind == "threshold" else 1
+        return 2 if self.settings.schedule == "threshold" else 1
 
     def cards(self, layout: Layout, batch: int, device: torch.device) -> Cards:
         """Return the places of the tokens that may stay unsent, card by card. They are computed once for each set of
@@ -149,7 +150,7 @@ class VMajor(StatefulCodec):
         if kind.whole:
             return super().gathered(topology, layout, kind)
         if self.settings.scoring == "source":
-            return [4.0 * (1 + (self.settings.schedule == "threshold")) * rows for rows in layout.may_stay]
+            return [4.0 * self.columns * rows for rows in layout.may_stay]
         of_cards = [topology.cards[place.card] for place in topology.places]
         return [
             float(sum(layout.may_stay[one] for one in ranks) * (min(ranks) == rank))
@@ -157,7 +158,7 @@ class VMajor(StatefulCodec):
         ]
 
     def choosing(self, kind: CallKind, tiles: int) -> tuple[int, int, int]:
-        counted = tiles == 1 and self.settings.schedule != "threshold"  # see `Selection.build`
+        counted = tiles == 1 and self.columns == 1  # see `Selection.build`
         launches = LAUNCHES_TO_CHOOSE[self.settings.scoring, self.settings.reference]
         return (0, 0, 0) if kind.whole else (launches, 1, 0 if counted else 1)
 
@@ -311,8 +312,8 @@ class SelectiveCall(StatefulCall, ABC):
             scores: their scores, and with a threshold their norms.
             cards: the places of the tokens.
         """
-        schedule = self._codec.schedule
-        return self.kernels.choose(scores.flatten(), cards.among, self._codec.fraction, schedule.threshold)
+        codec = self._codec
+        return self.kernels.choose(scores.flatten(), cards.among, codec.fraction, codec.settings.threshold)
 
     def gather(self, own_N: Tensor, parts_N: Sequence[Tensor]) -> None:
         """Gather every rank's scores or choice, and wait for them. Their bytes count as attention's. A thread that

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from cocodiff.config.config import Config
 from cocodiff.kernels import Kernels
 from cocodiff.kernels.residual import Candidates, RowOrder
 from cocodiff.topology import Topology
@@ -37,22 +37,7 @@ class Schedule:
     threshold  tokens stay if their score is at most `threshold` times the card's mean L1 norm of v.
     """
 
-    kind: str = "linear"  # name of the rule: "linear", "fixed", "reverse", "cosine", "list" or "threshold"
-    ratio: float = 0.5  # for "fixed"
-    ratios: tuple[float, ...] = ()  # for "list", by step
-    threshold: float = 0.1  # for "threshold"
-    warmup: int | None = None  # steps at the start that send all tokens; None: a tenth of the steps, at least one
-    sync_interval: int = 10  # after the warm-up every step at this interval sends all; 1: every step; 0: none
-
-    @classmethod
-    def of(cls, settings: Any) -> Schedule:
-        """Return the schedule that the engine's settings describe.
-
-        Args:
-            settings: a `Config`; schedule, ratio, ratios, threshold, warmup and sync_interval are read.
-        """
-        s = settings
-        return cls(s.schedule, s.ratio, s.ratios, s.threshold, s.warmup, s.sync_interval)
+    settings: Config  # schedule (the rule), ratio, ratios, warmup and sync_interval are read
 
     def held_at(self, fraction: float | None) -> Schedule:
         """Return a schedule that is the same at every step, for recordings.
@@ -62,14 +47,13 @@ class Schedule:
                 threshold.
         """
         if fraction is None:
-            return replace(self, warmup=0, sync_interval=1)
-        if self.kind == "threshold":
-            return replace(self, warmup=0, sync_interval=0)
-        return Schedule("fixed", fraction, warmup=0, sync_interval=0)
+            return Schedule(self.settings.with_(warmup=0, sync_interval=1))
+        rule = {} if self.settings.schedule == "threshold" else {"schedule": "fixed", "ratio": fraction}
+        return Schedule(self.settings.with_(**rule, warmup=0, sync_interval=0))
 
     def warm_steps(self, steps: int) -> int:
         """Return the number of steps at the start of a run of `steps` steps that send all tokens."""
-        return max(1, steps // 10) if self.warmup is None else self.warmup
+        return max(1, steps // 10) if self.settings.warmup is None else self.settings.warmup
 
     def is_full(self, step: int, steps: int) -> bool:
         """Return True if all tokens are sent at a step, regardless of their scores.
@@ -78,10 +62,10 @@ class Schedule:
             step: index of the step in the run.
             steps: number of steps of the run.
         """
-        since = step - self.warm_steps(steps)
-        if since < 0 or self.sync_interval == 1:
+        since, interval = step - self.warm_steps(steps), self.settings.sync_interval
+        if since < 0 or interval == 1:
             return True
-        return self.sync_interval > 0 and since > 0 and since % self.sync_interval == 0
+        return interval > 0 and since > 0 and since % interval == 0
 
     def stable_fraction(self, step: int, steps: int) -> float | None:
         """Return the fraction of tokens that stay unsent at a step that does not send all; None if a threshold decides.
@@ -90,19 +74,19 @@ class Schedule:
             step: index of the step in the run.
             steps: number of steps of the run.
         """
-        warm = self.warm_steps(steps)
+        warm, rule = self.warm_steps(steps), self.settings.schedule
         progress = (step - warm) / max(1, steps - 1 - warm)
-        if self.kind == "threshold":
+        if rule == "threshold":
             return None
-        if self.kind == "list":
-            return self.ratios[min(step, len(self.ratios) - 1)]
+        if rule == "list":
+            return self.settings.ratios[min(step, len(self.settings.ratios) - 1)]
         shapes = {
             "linear": progress,
-            "fixed": self.ratio,
+            "fixed": self.settings.ratio,
             "reverse": 1 - progress,
             "cosine": (1 - math.cos(math.pi * progress)) / 2,
         }
-        return min(1.0, max(0.0, shapes[self.kind]))
+        return min(1.0, max(0.0, shapes[rule]))
 
 
 @dataclass(frozen=True)
