@@ -89,7 +89,7 @@ def test_document_has_the_names_users_script_on() -> None:
     profiles = [[{"step": 0, "displaced_sets": sets, "change": None}] for sets in ({"": 1.0}, None, {"qkvo": 0.5})]
     (step,) = metrics.mean_profile(profiles)  # type: ignore[arg-type]
     assert step == {"step": 0, "displaced_sets": {"": 0.5, "qkvo": 0.25}, "change": None}
-    ((_, _, _, (both,)),) = grouped([row for row in document["images"] if row["name"] in ("stack[0]", "stack[12]")])
+    ((_, _, _, (both,)),) = grouped([row for row in document["images"] if row["name"] in ("stack[0]", "stack[12]")], {})
     # The first replica judges what two made.
     assert both["baseline"]["seconds"] == pytest.approx(2 * BASELINE["seconds"])
     means = document["summary"]["rows"]  # what of them pages and tables show is in the snapshots

@@ -193,7 +193,7 @@ def _section(series: Series, prompts: Mapping[str, str], metrics: Mapping[str, A
         "slices": len(series.all) if series.stack is not None else 1,
         "first": series.all.start,
         "table": quality_table(f"Quality, time and bytes of {name}", rows, prompts, metrics),
-        "averaged": any(slices > 1 for _, _, slices, _ in grouped(rows)),
+        "averaged": any(slices > 1 for _, _, slices, _ in grouped(rows, metrics)),
         "steps": step_figures(rows),
         "rings": ring_figures(rows),
         "remarks": remarks(series),

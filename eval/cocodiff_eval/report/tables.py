@@ -6,14 +6,13 @@ A group is the slices of a stack under a mask, single slices under one mask, or 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cocodiff.config.grouping import by_key
 from cocodiff.config.text_table import aligned, spans
-from cocodiff_eval.quality.metrics import QUALITY, mean, of_slices
+from cocodiff_eval.quality.metrics import QUALITY, mean, of_slices, sum_by_name
 
 # Heads of columns for several samples (the first) and for calibrated intervals.
 OF_SAMPLES = ("one sample, dB", "in 50 %", "in 90 %", "uncertainty")
@@ -62,20 +61,17 @@ def versus_exact(row: Mapping[str, Any]) -> str:
     return "identical" if row.get("exact_compared", True) else MISSING
 
 
-def cells_of(
-    row: Mapping[str, Any], jump: float | None, within: Sequence[float] | None = None, digits: int = 2
-) -> dict[str, str]:
+def cells_of(row: Mapping[str, Any], digits: int = 2) -> dict[str, str]:
     """Return the cells of a table row as text, by the heads of their columns.
 
     The coverage of 50 and 90 % intervals is shown only if hidden regions have calibrated them, as others promise
     nothing. Uncertainty is half the width of the 90 % intervals.
 
     Args:
-        row: a row of metrics.json, or several that were merged into one.
-        jump: its `slice_jump`; None if unknown.
-        within: the range of intensities that its PSNR refers to.
+        row: a row of metrics.json, or several that were merged into one, as `grouped` returns them.
         digits: digits of seconds after the point.
     """
+    within = row.get("range")
     unknown = MISSING if row["mse"] is not None or row.get("mask", "") is None else NO_TRUTH
     shares = (row.get(name) if row.get("intervals") else None for name in ("coverage_50", "coverage_90"))
     coverage = (MISSING if one is None else f"{100 * one:.0f} %" for one in shares)
@@ -84,7 +80,7 @@ def cells_of(
         "preset": row["mode"],
         "PSNR, dB": unknown if row["psnr_db"] is None else number(row["psnr_db"], 2),
         "range": MISSING if within is None else f"{within[0]:.6g} to {within[1]:.6g}",
-        "jump between slices": number(jump, 2),
+        "jump between slices": number(row.get("slice_jump"), 2),
         "SSIM": number(row["ssim"], 3),
         "MSE": MISSING if row["mse"] is None else f"{row['mse']:.2e}",
         **dict(zip(OF_SAMPLES, (number(row.get("psnr_db_single"), 2), *coverage, uncertainty), strict=True)),
@@ -125,16 +121,27 @@ def split_name(name: str) -> tuple[str, int]:
     return base, int(number or 0)
 
 
-def grouped(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
+def grouped(
+    rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]
+) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
     """Group rows of metrics.json by stack and mask, and merge the rows of a stack's slices into one for each preset.
 
     Return (stack, mask, number of slices, rows of the presets) for each group, in the order of `rows`. In a merged row
     quality is the mean, and rank seconds and bytes are the sum. Seconds are those of the replica that took longest.
+    Each row also has the `range` of its input, and the `slice_jump` of a volume whose truth is known.
+
+    Args:
+        rows: some or all rows of metrics.json.
+        metrics: the content of metrics.json.
     """
+    ranges = {(one["name"], one["mask"]): one["range"] for one in metrics.get("inputs", ())}
+    jumps = {(one["name"], one["mask"], one["mode"]): one["slice_jump"] for one in metrics.get("jumps", ())}
     found = []
-    for (name, mask), of_mask in by_key(((split_name(row["name"])[0], row["mask"]), row) for row in rows).items():
-        by_mode = by_key((row["mode"], row) for row in of_mask).values()
-        found.append((name, mask, max(map(len, by_mode)), [*map(_together, by_mode)]))
+    for key, of_mask in by_key(((split_name(row["name"])[0], row["mask"]), row) for row in rows).items():
+        by_mode = by_key((row["mode"], row) for row in of_mask)
+        more = {mode: {"range": ranges.get(key), "slice_jump": jumps.get((*key, mode))} for mode in by_mode}
+        merged = [{**_together(of_mode), **more[mode]} for mode, of_mode in by_mode.items()]
+        found.append((*key, max(map(len, by_mode.values())), merged))
     return found
 
 
@@ -160,15 +167,14 @@ def _wall_seconds(rows: Sequence[Mapping[str, Any]], of_baseline: bool = False) 
         rows: of metrics.json.
         of_baseline: True for the time of the baseline, biharmonic restoring.
     """
-    total: dict[str, float] = defaultdict(float)
+    parts = []
     for row in rows:
         of_replicas = row.get("replica_seconds") or {"0": row["seconds"]}
         if of_baseline:  # made by the slice's replica, or by the first one if several worked on the slice
             replica = next(iter(of_replicas)) if len(of_replicas) == 1 else "0"
             of_replicas = {replica: row["baseline"]["seconds"]}
-        for replica, seconds in of_replicas.items():
-            total[replica] += seconds
-    return max(total.values())
+        parts.append(of_replicas)
+    return float(max(sum_by_name(parts).values()))
 
 
 def terminal_table(metrics: Mapping[str, Any]) -> str:
@@ -177,37 +183,16 @@ def terminal_table(metrics: Mapping[str, Any]) -> str:
     There is no newline at its end. It is plain ASCII apart from the user's names, as terminals of batch systems may
     show nothing else.
     """
-    jumps, ranges = jumps_of(metrics), ranges_of(metrics)
     heads = [*HEADS, *["rank seconds"] * has_rank_seconds(metrics)]
     lines = [["image", "mask", *(ON_TERMINAL.get(head, head) for head in heads), "bytes"]]
-    for name, mask, slices, rows in grouped(metrics["images"]):
+    for name, mask, slices, rows in grouped(metrics["images"], metrics):
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:12]}...{name[-(_LONGEST_NAME - 15) :]}"
         shown += f" ({slices} slices)" if slices > 1 else ""
         for row in with_baseline(rows):
-            cells = cells_of(row, jumps.get((name, mask, row["mode"])), ranges.get((name, mask)), digits=1)
+            cells = cells_of(row, digits=1)
             lines.append([shown, "-" if mask is None else mask, *(cells[head] for head in heads), all_bytes(row)])
     columns = [of for n, of in enumerate(zip(*lines, strict=True)) if n < len("<<<") or {*of[1:]} != {MISSING}]
     return text_table([*zip(*columns, strict=True)], "<<<" + ">" * (len(columns) - 3))
-
-
-def jumps_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None, str], float | None]:
-    """Return `slice_jump` by stack, mask and preset: how much neighbouring slices differ, relative to the truth's.
-
-    It has the volumes whose truth is known; the value is None if it could not be measured.
-
-    Args:
-        metrics: the content of metrics.json.
-    """
-    return {(one["name"], one["mask"], one["mode"]): one["slice_jump"] for one in metrics.get("jumps", ())}
-
-
-def ranges_of(metrics: Mapping[str, Any]) -> dict[tuple[str, str | None], Sequence[float]]:
-    """Return the range of intensities, low and high, by stack and mask.
-
-    Args:
-        metrics: the content of metrics.json.
-    """
-    return {(one["name"], one["mask"]): one["range"] for one in metrics.get("inputs", ())}
 
 
 def has_rank_seconds(metrics: Mapping[str, Any]) -> bool:
@@ -228,7 +213,7 @@ def with_baseline(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """
     if rows[0].get("baseline") is None:
         return list(rows)
-    return [*rows, {"mode": "biharmonic", **rows[0]["baseline"], **OF_BASELINE}]
+    return [*rows, {"mode": "biharmonic", "range": rows[0].get("range"), **rows[0]["baseline"], **OF_BASELINE}]
 
 
 def text_table(lines: Sequence[Sequence[str]], align: str) -> str:
@@ -331,8 +316,8 @@ def numbers(series: Series) -> dict[str, Any]:
     document: dict[str, Any] = {"first": series.all.start, "total": len(series.all), "modes": modes, "numbers": order}
     document["names"] = series.names if series.stack is None else None
     document["stack"], document["left"] = series.stack, series.left
-    rows = [row for one in order for row in series.rows[one]]
-    document["uncertain"] = sorted({row["mode"] for row in rows if row.get("intervals")})
+    rows = [(one, row) for one in order for row in series.rows[one]]
+    document["uncertain"] = sorted({row["mode"] for _, row in rows if row.get("intervals")})
     found = [{row["mode"]: row for row in with_baseline(series.rows[one])} for one in order]
     for key, digits in (("psnr_db", 2), ("ssim", 4)):
         document[key] = {}
@@ -341,11 +326,10 @@ def numbers(series: Series) -> dict[str, Any]:
             if any(value is not None for value in values):
                 document[key][mode] = [None if value is None else round(value, digits) for value in values]
     # For the few slices that are compared: dB, or 0 if all bits are equal.
-    document["exact"] = {row["mode"]: {} for row in next(iter(series.rows.values()))}
-    for one in order:
-        for row in series.rows[one]:
-            if row.get("exact_compared", True):
-                document["exact"].setdefault(row["mode"], {})[one] = round(row["psnr_vs_exact_db"] or 0.0, 1)
+    document["exact"] = {row["mode"]: {} for _, row in rows}
+    for one, row in rows:
+        if row.get("exact_compared", True):
+            document["exact"][row["mode"]][one] = round(row["psnr_vs_exact_db"] or 0.0, 1)
     return document
 
 
@@ -469,13 +453,12 @@ def quality_table(
         prompts: for each image its prompt.
         metrics: the content of metrics.json.
     """
-    tables, jumps, ranges = grouped(rows), jumps_of(metrics), ranges_of(metrics)
-    images, told, cells = list[Cell](), list[Mapping[str, Any]](), list[dict[str, str]]()
-    for name, mask, _, of_image in tables:
+    tables, images, told = grouped(rows, metrics), list[Cell](), list[Mapping[str, Any]]()
+    for name, _, _, of_image in tables:
         found = with_baseline(of_image)
         images += [Cell(name, prompts.get(name, "")), *[Cell("")] * (len(found) - 1)]
         told += found
-        cells += [cells_of(row, jumps.get((name, mask, row["mode"])), ranges.get((name, mask))) for row in found]
+    cells = [cells_of(row) for row in told]
     named = len(tables) > 1 or any(one.note for one in images)
     heads = [head for head in cells[0] if head != "rank seconds" or has_rank_seconds(metrics)]
     columns = [
@@ -506,7 +489,7 @@ def summary_table(metrics: Mapping[str, Any]) -> Table | None:
     if not any(row["n"] > 1 for row in rows):
         return None
     rows.sort(key=lambda row: str(row["mask"]))
-    cells = [cells_of(row, None) for row in rows]
+    cells = [cells_of(row) for row in rows]
     columns = [
         Column("mask", [row["mask"] or "" for row in rows]),
         Column("preset", [row["mode"] for row in rows], left=True),
