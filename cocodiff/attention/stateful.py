@@ -20,7 +20,17 @@ from cocodiff.comm.lane import LaneFuture
 from cocodiff.comm.trace import Trace
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
-from cocodiff.exchange.codec import CODED, WHOLE, CallKind, Codec, StateBytes, StepInfo, StepKinds, TensorSets
+from cocodiff.exchange.codec import (
+    CODED,
+    WHOLE,
+    CallKind,
+    Codec,
+    StateBytes,
+    StepInfo,
+    StepKinds,
+    StepNotes,
+    TensorSets,
+)
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.outgoing import OUTPUT
 from cocodiff.exchange.transfer import Transfer
@@ -360,7 +370,7 @@ class StatefulCodec(Codec):
     agrees = True  # ranks gather decisions in each coded call of the model
     # After a first call two more differ in cost: no linear prediction, no measured change, nothing in flight.
     steps_to_settle = 2
-    step_notes: type[Any] = CodedStep  # class of the counts of a step
+    step_notes: type[StepNotes] = CodedStep  # class of the counts of a step
     _report: defaultdict[int, Any]  # counts by step
 
     def __init__(self, settings: Config, exchange: Exchange | None = None, everyone: RankContext | None = None) -> None:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from cocodiff.config.errors import UserError
 from cocodiff.engine.sequence import SequenceRanks
-from cocodiff.exchange.codec import StepInfo
+from cocodiff.exchange.codec import StepInfo, StepNotes
 from cocodiff.models.adapter import Forward, call_key
 from cocodiff.models.checks import called_often, replace_forward, signature_of
 
@@ -138,7 +138,7 @@ class FirstBlockCache:
         """Return the bytes of the tensors that the cache keeps on this rank now."""
         return sum(x.nbytes for kept in self._kept.values() for x in (kept.first_BLC, *kept.rest) if x is not None)
 
-    def report(self) -> Mapping[int, Any]:
+    def report(self) -> Mapping[int, StepNotes]:
         """Return the counts of every step so far, by index of the step."""
         return self._report
 

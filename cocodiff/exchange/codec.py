@@ -8,7 +8,7 @@ the receiver waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
@@ -44,15 +44,26 @@ TensorSets = Sequence[Mapping[str, float]]
 StateBytes = list[Mapping[str, int]]  # for every rank of a group, bytes by field of `RankMemory`
 
 
-def merge_notes(reports: Sequence[Mapping[int, Any]]) -> list[dict[str, Any]]:
+class StepNotes(Protocol):
+    """The interface of records of what a codec or step cache did in one step, over one rank's layers."""
+
+    @classmethod
+    def merged(cls, parts: Sequence[Any]) -> dict[str, Any]:
+        """Return the records of several ranks for one step as columns of the drift profile: values by name of the
+        column.
+
+        Args:
+            parts: the record of each rank.
+        """
+
+
+def merge_notes(reports: Sequence[Mapping[int, StepNotes]]) -> list[dict[str, Any]]:
     """Return the drift profile of a run: a list of rows, one for each step, as dictionaries.
 
-    A row has "step" and the columns of each class of record: what its class method `merged` returns, by name of the
-    column, for the records of several ranks for one step.
+    A row has "step" and the columns of each class of record, see `StepNotes.merged`.
 
     Args:
-        reports: records by index of the step, from every rank's codecs (`Codec.report`) and step caches: what each did
-            in that step, over one rank's layers.
+        reports: records by index of the step, from every rank's codecs (`Codec.report`) and step caches.
     """
     rows: list[dict[str, Any]] = []
     for step in sorted({step for report in reports for step in report}):
@@ -136,7 +147,7 @@ class Codec:
         them were held."""
         return 0
 
-    def report(self) -> Mapping[int, Any]:
+    def report(self) -> Mapping[int, StepNotes]:
         """Return the records of every step so far, by index of the step. `merge_notes` merges those of all ranks."""
         return self._report
 

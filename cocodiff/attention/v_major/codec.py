@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from cocodiff.comm.lane import LaneFuture
 from cocodiff.comm.transport import RankContext
 from cocodiff.config.config import Config
 from cocodiff.config.errors import UserError
-from cocodiff.exchange.codec import WHOLE, CallKind, StateBytes, StepInfo, StepKinds, TensorSets
+from cocodiff.exchange.codec import WHOLE, CallKind, StateBytes, StepInfo, StepKinds, StepNotes, TensorSets
 from cocodiff.exchange.exchange import Exchange
 from cocodiff.exchange.messages import BlockSet, Payload
 from cocodiff.exchange.outgoing import OUTPUT, Encoded, Outgoing, TensorFuture
@@ -79,7 +78,7 @@ class VMajor(StatefulCodec):
             self.drift.sync_to_host()
         super().begin_step(step_info)
 
-    def report(self) -> Mapping[int, Any]:
+    def report(self) -> Mapping[int, StepNotes]:
         return self.drift.by_step()
 
     def forget_report(self) -> None:
