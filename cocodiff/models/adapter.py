@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -60,17 +60,36 @@ Arguments = dict[str, Any]
 Forward = Callable[..., Any]  # a module's forward, with the module as its first argument
 
 
+class Host(Protocol):
+    """The engine, as attention processors use it. It runs a model on several ranks."""
+
+    @property
+    def segments(self) -> Segments:
+        """The parts of the sequence (such as image and text) in the model's current call, as the adapter has named
+        them."""
+        ...
+
+    def attend(self, qkv: LazyQKV, layer: str) -> Tensor:
+        """Return attention of this rank's tokens to the tokens of all ranks: [B, L, H, D].
+
+        Args:
+            qkv: this rank's queries, keys and values, computed when they are asked for.
+            layer: name of the module that attends.
+        """
+        ...
+
+
 class AttentionProcessor:
     """The base of the attention processors that replace diffusers' own in a model that several ranks run.
 
     They project q, k and v of this rank's tokens, and have the engine compute attention over all ranks' tokens.
     """
 
-    def __init__(self, host: Any, layer: str, kernels: Kernels, replaced: Any) -> None:
+    def __init__(self, host: Host, layer: str, kernels: Kernels, replaced: Any) -> None:
         """Stand in for a processor of diffusers.
 
         Args:
-            host: the engine, of which `attend` and `segments`, those of the current call, are used.
+            host: the engine.
             layer: name of the module that attends.
             kernels: the operations to compute with.
             replaced: the processor that this one stands in for.

@@ -5,7 +5,7 @@ find the tensors that are computed from tokens that were cut. Ranks then compare
 and keys, and decide together, once for each layer:
 
 - keys and values are all tokens (a text that every rank has): attention is computed here, without an exchange.
-- queries and keys are this rank's tokens, equally many: they are exchanged as in other models (`Engine.attend`). The
+- queries and keys are this rank's tokens, equally many: they are exchanged as in other models (`Host.attend`). The
   order of tokens makes no difference to attention, so it need not be known.
 - keys and values are this rank's tokens, queries are others: keys and values are gathered.
 - anything else is refused, for instance a sequence that mixes own tokens and all tokens.
