@@ -6,6 +6,7 @@ computed in the model's own order.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -24,6 +25,8 @@ from cocodiff.models.plan import Cut, Gather, Plan, ShardedModel, as_given
 from cocodiff.models.planned_attention import Followed, Marks, PlannedAttention, TorchFunctions, kind_of, segments_of
 from cocodiff.models.plans import is_proven, plan_of
 from cocodiff.topology.layout import Segment, Segments
+
+DISPATCH = "diffusers.models.attention_dispatch"  # module in which a script chooses attention for all models
 
 
 class PlanAdapter(Adapter):
@@ -147,15 +150,15 @@ class PlannedModel(ShardedModel):
             args: the call's arguments by position.
             kwargs: the call's arguments by name.
         """
-        from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-
         # A user may have changed the model since it was entered.
         check_attention(self._attending)
         self._check_in_place()
         bound = self._signature.bind(*args, **kwargs)
         given = dict(bound.arguments)
         # Since its first call a script may have chosen other attention for all models: that is followed anew.
-        attention = _AttentionBackendRegistry.get_active_backend(), torch.nn.functional.scaled_dot_product_attention
+        backends = getattr(sys.modules.get(DISPATCH), "_AttentionBackendRegistry", None)
+        chosen = None if backends is None else backends.get_active_backend()
+        attention = chosen, torch.nn.functional.scaled_dot_product_attention
         form = self._host.sequence, call_key(given), attention
         self._begin(form)
         here = [step for step in self._steps if not step.name]

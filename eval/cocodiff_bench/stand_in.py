@@ -60,8 +60,8 @@ class Clock:
 
 
 class WaitingKernels(Kernels):
-    """The engine's kernels for benchmarks, with scoring and coding replaced by waits. All others are run, and what moves
-    blocks is waited for as well.
+    """The engine's kernels for benchmarks, with scoring and coding replaced by waits. All others are run, and those
+    that move blocks are waited for as well.
 
     A wait is as long as the roofline model of plans says, with one launch. All scores are zero, because it does not
     matter which tokens are chosen. Nothing is coded. Moves have no launch: over gloo each message is one, on a GPU all
