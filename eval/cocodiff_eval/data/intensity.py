@@ -74,17 +74,11 @@ def fill_from_outside(image_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
     """
     if mask_YX.all():
         raise ValueError("all voxels are masked: there is nothing to fill from")
-    image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
-    if not mask_YX.any():
-        return image
-    weight = (~mask_YX).astype(np.float64)
-    levels = [(image, weight)]
-    while not (weight > 0).all():
-        image, weight = downsample(image, weight)
-        levels.append((image, weight))
-    filled = levels.pop()[0]
-    while levels:
-        image, weight = levels.pop()
+    levels = [(np.where(mask_YX, 0.0, image_YX).astype(np.float64), (~mask_YX).astype(np.float64))]
+    while not (levels[-1][1] > 0).all():
+        levels.append(downsample(*levels[-1]))
+    filled, _ = levels.pop()
+    for image, weight in reversed(levels):
         filled = weight * image + (1.0 - weight) * upsample(filled, image.shape)
     # One product and one sum with weight 1 keep the bits, but the bounds of the known values are worth a guarantee.
     known = image_YX[~mask_YX]
