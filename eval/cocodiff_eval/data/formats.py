@@ -41,8 +41,11 @@ PNG_CHANNELS = {0: 1, 2: 3, 3: 4, 4: 2, 6: 4}  # number of channels by colour ty
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def _read_png(file: str) -> np.ndarray:
-    """Return the pixels of a grey PNG, [Y, X], uint8 or uint16. Raise UserError for colour and for damaged files."""
+def open_png(file: str) -> Stack:
+    """Open a grey PNG file, uint8 or uint16, as a volume of one slice. Its pixels are read at once.
+
+    Raise UserError for colour and for damaged files.
+    """
     from PIL import Image
 
     with reading(f"{file}: not a readable PNG", "save it again"), quiet_libraries():
@@ -61,14 +64,10 @@ def _read_png(file: str) -> np.ndarray:
         except Image.DecompressionBombError:
             raise UserError(f"{file}: too many pixels for a PNG to be read safely; save it as TIFF or HDF5") from None
         if pixels.ndim == 3:
-            return same_channels(pixels, file)
+            pixels = same_channels(pixels, file)
     # Some Pillow versions hand out 16-bit grey as 32-bit integers.
-    return pixels.astype(np.uint16) if pixels.dtype == np.int32 else pixels
-
-
-def open_png(file: str) -> Stack:
-    """Open a PNG file as a volume of one slice. Its pixels are read at once."""
-    return stack_of_array(file, _read_png(file), Metadata("png"))
+    pixels = pixels.astype(np.uint16) if pixels.dtype == np.int32 else pixels
+    return stack_of_array(file, pixels, Metadata("png"))
 
 
 def open_npy(file: str) -> Stack:

@@ -6,7 +6,7 @@ The comparison of a truth with the known voxels of its input is here too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -74,17 +74,11 @@ def fill_from_outside(image_YX: np.ndarray, mask_YX: np.ndarray) -> np.ndarray:
     """
     if mask_YX.all():
         raise ValueError("all voxels are masked: there is nothing to fill from")
-    image = np.where(mask_YX, 0.0, image_YX).astype(np.float64)
-    if not mask_YX.any():
-        return image
-    weight = (~mask_YX).astype(np.float64)
-    levels = [(image, weight)]
-    while not (weight > 0).all():
-        image, weight = downsample(image, weight)
-        levels.append((image, weight))
-    filled = levels.pop()[0]
-    while levels:
-        image, weight = levels.pop()
+    levels = [(np.where(mask_YX, 0.0, image_YX).astype(np.float64), (~mask_YX).astype(np.float64))]
+    while not (levels[-1][1] > 0).all():
+        levels.append(downsample(*levels[-1]))
+    filled, _ = levels.pop()
+    for image, weight in reversed(levels):
         filled = weight * image + (1.0 - weight) * upsample(filled, image.shape)
     # One product and one sum with weight 1 keep the bits, but the bounds of the known values are worth a guarantee.
     known = image_YX[~mask_YX]
@@ -211,20 +205,14 @@ def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[
     every = max(1, math.prod(stack.shape) // SAMPLED)
     # a step that has no factor in common with the row length, so that samples lie in all columns
     every = next(n for n in range(every, 2 * every + 2) if math.gcd(n, stack.shape[2]) == 1)
-    for index in progress(range(len(stack)), f"reading {stack.name}"):
-        if index in mask.full:
-            continue
-        image_YX, known_YX, bad_YX = _read_known(stack, mask, index)
-        found = int(np.count_nonzero(bad_YX))
-        if found and not first:
-            row, column = np.argwhere(bad_YX)[0].tolist()
-            first = stack.place(index, row, column)
-        bad += found
-        known = image_YX[known_YX]
-        if known.size and not bad:
-            low, high = min(low, float(known.min())), max(high, float(known.max()))
-            count += known.size
-            sample.append(known[::every].astype(np.float64))
+    for index, known_P, bad_YX in _read_known(stack, mask, progress, f"reading {stack.name}"):
+        if bad_YX.any() and not bad:
+            first = stack.place(index, *np.argwhere(bad_YX)[0].tolist())
+        bad += int(np.count_nonzero(bad_YX))
+        if known_P.size and not bad:
+            low, high = min(low, float(known_P.min())), max(high, float(known_P.max()))
+            count += known_P.size
+            sample.append(known_P[::every].astype(np.float64))
     if bad:
         declared = ", ".join(describe(stack.metadata.declared))
         kinds = ["NaN or Inf"] * (stack.dtype.kind == "f") + [f"missing ({declared})"] * bool(declared)
@@ -235,14 +223,23 @@ def _extremes_and_fences(stack: Stack, mask: Mask, progress: Progress) -> tuple[
     return low, high, fences(np.concatenate(sample), count), count
 
 
-def _read_known(stack: Stack, mask: Mask, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read a slice. Return it, the mask of its known voxels, and the mask of voxels outside the mask that are missing.
+def _read_known(
+    stack: Stack, mask: Mask, progress: Progress, what: str
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Read the slices that are not masked wholly. Yield (index, known voxels [P], missing voxels outside the mask) of
+    each.
 
-    All are [Y, X].
+    The missing voxels are a boolean [Y, X].
+
+    Args:
+        progress: shows the progress of reading.
+        what: the title of the progress.
     """
-    image_YX, outside_YX = stack.read(index), ~mask.read(index)
-    missing_YX = find_missing(stack.metadata.declared, image_YX) | ~np.isfinite(image_YX)
-    return image_YX, outside_YX if mask.from_file else ~missing_YX, missing_YX & outside_YX
+    for index in progress(range(len(stack)), what):
+        if index not in mask.full:
+            image_YX, outside_YX = stack.read(index), ~mask.read(index)
+            missing_YX = find_missing(stack.metadata.declared, image_YX) | ~np.isfinite(image_YX)
+            yield index, image_YX[outside_YX if mask.from_file else ~missing_YX], missing_YX & outside_YX
 
 
 def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, float]) -> tuple[tuple[float, float], int]:
@@ -256,15 +253,12 @@ def _within(stack: Stack, mask: Mask, progress: Progress, ends: tuple[float, flo
         ends: the two intensities, which count as between them.
     """
     low, high, beyond = np.inf, -np.inf, 0
-    for index in progress(range(len(stack)), f"reading {stack.name} again"):
-        if index in mask.full:
-            continue
-        image_YX, known_YX, _ = _read_known(stack, mask, index)
-        known = image_YX[known_YX].astype(np.float64)
-        inside = known[(known >= ends[0]) & (known <= ends[1])]
-        beyond += known.size - inside.size
-        if inside.size:
-            low, high = min(low, float(inside.min())), max(high, float(inside.max()))
+    for _, known_P, _ in _read_known(stack, mask, progress, f"reading {stack.name} again"):
+        known_P = known_P.astype(np.float64)
+        inside_P = known_P[(known_P >= ends[0]) & (known_P <= ends[1])]
+        beyond += known_P.size - inside_P.size
+        if inside_P.size:
+            low, high = min(low, float(inside_P.min())), max(high, float(inside_P.max()))
     return (low, high), beyond
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from cocodiff.config.files import appearing, flush
-from cocodiff_eval.data.intensity import IntensityRange
 from cocodiff_eval.data.volume import Progress, Reader, Triple, unwatched
 
 AXES = "zyx"
@@ -116,16 +115,6 @@ class Reoriented:
             parts_ZYX: the ranges of slices, rows and columns of the volume.
         """
         return np.array(np.moveaxis(self.slices, 0, AXES.index(self.axis))[parts_ZYX])
-
-    def known(self, parts_ZYX: tuple[slice, ...], mask_ZYX: np.ndarray, scale: IntensityRange) -> np.ndarray:
-        """Return a part of the volume, [Z, Y, X], as `IntensityRange.known01` normalises its known voxels, float64.
-
-        Args:
-            parts_ZYX: the ranges of slices, rows and columns of the volume.
-            mask_ZYX: the part's voxels that are not known, boolean.
-            scale: the range of intensities that become 0 to 1.
-        """
-        return scale.known01(self.window(parts_ZYX), mask_ZYX)
 
     @property
     def is_whole(self) -> bool:

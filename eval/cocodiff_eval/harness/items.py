@@ -86,16 +86,11 @@ def evenly(indices: Sequence[int], most: int) -> list[tuple[int, ...]]:
 class ItemSamples:
     """The samples of one item in one mode, such as a preset, as their mean, spread and cost."""
 
-    moments: Moments  # mean and spread of the normalised images, without calibration samples
+    moments: Moments  # mean, which is the result, and spread of the normalised images, without calibration samples
     cost: Cost  # cost of all samples together, calibration samples included
     psnr_db: tuple[float | None, ...] = ()  # PSNR of each sample in dB, None without a truth; empty if not computed
     kept: tuple[np.ndarray, ...] = ()  # each sample in the input's dtype; empty unless samples are written as files
     tested: Moments | None = None  # mean and spread of the calibration samples; None if there are none
-
-    @property
-    def restored01_YX(self) -> np.ndarray:
-        """The mean of the samples: float64 [Y, X], normalised to the range of known intensities."""
-        return self.moments.mean_YX
 
     @classmethod
     def merged(cls, parts: Sequence[ItemSamples]) -> ItemSamples:
@@ -103,9 +98,8 @@ class ItemSamples:
 
         Their order changes the last bits, so callers give parts in the order of their samples.
         """
-        moments, tested = parts[0].moments, [part.tested for part in parts if part.tested is not None]
-        for part in parts[1:]:
-            moments = moments.merged(part.moments)
+        moments = reduce(Moments.merged, [part.moments for part in parts])
+        tested = [part.tested for part in parts if part.tested is not None]
         psnr_db, kept = (tuple(one for of in parts for one in getattr(of, name)) for name in ("psnr_db", "kept"))
         cost = Cost.summed([part.cost for part in parts])
         return cls(moments, cost, psnr_db, kept, reduce(Moments.merged, tested) if tested else None)

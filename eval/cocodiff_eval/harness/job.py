@@ -382,10 +382,8 @@ class Trials(Presets):
             store: the job's store.
         """
         self.job, self.quality, self.store, self.count = job, quality, store, len(job.batches)
-        self.settings, self.counts = (
-            [*quality.candidates],
-            [batch.size for batch in job.batches] * len(quality.candidates),
-        )
+        self.settings = [*quality.candidates]
+        self.counts = [batch.size for batch in job.batches] * len(self.settings)
         self.groups: Mapping[int, SettingGroup] = {}
 
     def number(self, candidate: int, batch: int) -> int:

@@ -219,7 +219,7 @@ class SliceReview:
         Args:
             run: its samples, of which the mean is taken.
         """
-        return compose_native(self.original_YX, run.restored01_YX, self.mask_YX, self.task.scale)
+        return compose_native(self.original_YX, run.moments.mean_YX, self.mask_YX, self.task.scale)
 
     def psnr_db(self, run: ItemSamples) -> float | None:
         """Return the PSNR in dB of the restored slice under the mask, against the truth.
@@ -244,7 +244,7 @@ class SliceReview:
             exact: its samples in the exact run.
             run: the samples to judge.
         """
-        exact_YX, restored_YX = (self.task.scale.denormalise(one.restored01_YX) for one in (exact, run))
+        exact_YX, restored_YX = (self.task.scale.denormalise(one.moments.mean_YX) for one in (exact, run))
         return distance_db(self.task.scale, exact_YX, restored_YX, self.mask_YX)
 
     @cached_property
@@ -307,28 +307,22 @@ def judge_slice(
         intervals: calibrated intervals of each preset that has any.
     """
     task, mask_YX, scale = seen.task, seen.mask_YX, seen.task.scale
-    rows: list[dict[str, Any]] = []
     presets = {mode: drawn[mode] for mode in modes}
     native = {name: seen.native(one) for name, one in presets.items()}
-    if samples > 1:
-        native |= {
-            name + SPREAD: spread_native(one.moments.deviation_YX, mask_YX, scale) for name, one in presets.items()
-        }
     for name, one in presets.items():
+        mean_YX, deviation_YX = one.moments.mean_YX, one.moments.deviation_YX
+        if samples > 1:
+            native[name + SPREAD] = spread_native(deviation_YX, mask_YX, scale)
         native |= {f"{name}{end}": kept_YX for end, kept_YX in zip(kept_samples(len(one.kept)), one.kept, strict=True)}
-        radius_YX = intervals[name].radius(one.moments.deviation_YX, 0.9) if name in intervals else np.zeros(0)
-        for end, apart_YX in zip(BOUNDS, (-radius_YX, radius_YX), strict=True) if name in intervals else ():
-            nothing_YX = np.zeros_like(seen.original_YX)
-            native[f"{name}{end}"] = compose_native(nothing_YX, one.restored01_YX + apart_YX, mask_YX, scale)
-    restored = ItemResult(rows, native)
-    truth_YX, started = seen.truth_YX, time.perf_counter()
-    baseline = None
+        for end, sign in zip(BOUNDS, (-1, 1), strict=True) if name in intervals else ():
+            end_YX = mean_YX + sign * intervals[name].radius(deviation_YX, 0.9)
+            native[name + end] = compose_native(np.zeros_like(seen.original_YX), end_YX, mask_YX, scale)
+    truth_YX, started, baseline = seen.truth_YX, time.perf_counter(), None
     if seen.smooth_YX is not None:
-        baseline = {
-            **masked_quality(scale, truth_YX, seen.smooth_YX, mask_YX),
-            "seconds": time.perf_counter() - started,
-        }
+        baseline = masked_quality(scale, truth_YX, seen.smooth_YX, mask_YX)
+        baseline["seconds"] = time.perf_counter() - started
         baseline |= ring_correlation(scale, truth_YX, seen.smooth_YX, mask_YX)
+    rows: list[dict[str, Any]] = []
     for preset, one in presets.items():
         more: dict[str, Any] = {}
         if exact is not None:
@@ -337,8 +331,8 @@ def judge_slice(
             of_preset = intervals.get(preset)
             more |= {"samples": samples, "psnr_db_single": mean(one.psnr_db)}
             more |= coverage(one.moments, truth_YX, mask_YX, scale, of_preset)
-            more["intervals"] = of_preset.record() if of_preset is not None else None
-            if of_preset is not None and more["intervals"] is not None:
+            more["intervals"] = None if of_preset is None else of_preset.record()
+            if more["intervals"] is not None:
                 low_P, high_P = (native[preset + end][mask_YX].astype(float) for end in BOUNDS)
                 more["uncertainty"] = float((high_P / 2 - low_P / 2).mean() / scale.scale)
         result = Result(
@@ -353,7 +347,7 @@ def judge_slice(
             exact_compared=exact is not None,
         )
         rows.append(result.row())
-    return restored
+    return ItemResult(rows, native)
 
 
 def outcome_of_slices(task: Task, errors: Sequence[np.ndarray]) -> Outcome:

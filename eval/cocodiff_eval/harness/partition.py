@@ -312,11 +312,9 @@ def image_tokens(values: dict[str, Any], request: Request, path: Path, shape: Mo
         each = read_json(model_file(model, "vae/config.json")).get("scale_factor_temporal", 4)
         side = vae_factor(model) * patch
         return (1 + (frames - 1) // each) * max(1, height // side) * max(1, width // side)
-    sides = [own_latents(path) // patch] * 2
-    for axis, name in enumerate(("height", "width")):
-        if values.get(name):
-            sides[axis] = max(1, values[name] // (vae_factor(model) * patch))
-    return sides[0] * sides[1]
+    wanted = (values.get(name) for name in ("height", "width"))
+    sides = (max(1, side // (vae_factor(model) * patch)) if side else own_latents(path) // patch for side in wanted)
+    return math.prod(sides)
 
 
 def own_latents(path: Path) -> int:

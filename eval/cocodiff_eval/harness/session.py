@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,21 +109,20 @@ class Prepared:
             work: arguments of `partition_of` on the amount of work: `images`, `batches` and others.
         """
         request, ranks, quality = self.request, self.ranks, self.quality
-        settings = [*(self.presets if quality is None else quality.candidates).values()]
-        partition = partition_of(self.values, request, settings, ranks, compares=quality is None, **work)
+        presets = self.presets if quality is None else quality.candidates
+        partition = partition_of(self.values, request, [*presets.values()], ranks, compares=quality is None, **work)
         check_model(request, ranks // (partition.replicas * partition.guidance), weights=not self.values["dry_run"])
         if quality is not None:
             quality = quality.for_links(*sequence_of(self.values, request, partition, ranks))
-            candidates = with_guidance(with_tokens(quality.candidates, self.values, request), partition, request)
-            quality = replace(
-                quality, candidates=with_weights(candidates, self.values, request, partition, ranks, **work)
-            )
+            presets = quality.candidates
+        presets = with_guidance(with_tokens(presets, self.values, request), partition, request)
+        presets = with_weights(presets, self.values, request, partition, ranks, **work)
+        if quality is not None:
             if ranks == partition.replicas and not quality.caches:
                 # Each replica is one rank, which sends nothing: only the exact candidate is left.
-                quality = replace(quality, candidates={quality.exact: quality.candidates[quality.exact]})
-        presets = with_guidance(with_tokens(self.presets, self.values, request), partition, request)
-        if quality is None:
-            presets = with_weights(presets, self.values, request, partition, ranks, **work)
+                presets = {quality.exact: presets[quality.exact]}
+            quality = replace(quality, candidates=presets)
+            presets = quality.presets
         return replace(self, presets=presets, partition=partition, quality=quality)
 
 
@@ -394,10 +392,8 @@ def finish(
     tried = [f"{mode}: {engine.device_trial}" for mode, engine in session.engines.items() if engine.device_trial]
     told_by = transport.gather_values((own, tried)) or []
     if session.folder is not None:
-        records = {
-            **(records or {}),
-            "devices": sorted({*chain(*(tried for _, tried in told_by))}),
-        }  # replicas may have different devices
+        devices = {line for _, of_rank in told_by for line in of_rank}  # replicas may have different ones
+        records = {**(records or {}), "devices": sorted(devices)}
         # A candidate that only some replicas tried has no engine on the ranks of others.
         of_ranks = {mode: [of[mode] for of, _ in told_by if mode in of] for mode in session.engines.modes}
         save_traces(session.folder / "trace.json", {mode: records for mode, records in of_ranks.items() if records})

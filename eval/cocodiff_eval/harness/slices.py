@@ -106,9 +106,8 @@ class SliceJob(Job):
             self.batches += batches_of(number, masked, together, compared, self.samples, apart, self.tests, video)
         for group in self._groups.values():
             group.take(self.batches)
-        self.plan = plan_pictures(
-            [task.mask.masked for task in tasks], len(self.presets) * (1 + 2 * (self.samples > 1)) + 1
-        )
+        modes = len(self.presets) * (1 + 2 * (self.samples > 1)) + 1
+        self.plan = plan_pictures([task.mask.masked for task in tasks], modes)
         self._seen = lru_cache(1)(self._read)
 
     def begin(self, first: bool) -> None:
@@ -161,7 +160,7 @@ class SliceJob(Job):
         if volume is not None:
             settings |= {"axes": volume.verdict.axes, "weights": dict(volume.verdict.weights)}
         told = {preset: {**settings, "preset": preset, "settings": lasting(of)} for preset, of in configs.items()}
-        return {preset: json_ready(of_preset, otherwise=str) for preset, of_preset in told.items()}
+        return dict(json_ready(told, otherwise=str))
 
     def watched(self, advance: Callable[[int], None]) -> None:
         """Have `advance` called after each denoising step, with the number of slices in the model's call."""

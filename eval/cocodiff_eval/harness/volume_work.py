@@ -154,7 +154,7 @@ class VolumeRestoration:
             mask_ZYX = mask.window(window)
             if hidden is not None:
                 mask_ZYX |= hidden.mask_in(window, mask.window)
-            return voxels.known(window, mask_ZYX, self.task.scale), mask_ZYX
+            return self.task.scale.known01(voxels.window(window), mask_ZYX), mask_ZYX
 
         z, y, x = self.volume.statistics.shape
         if z * y * x > SMALL:
@@ -202,9 +202,8 @@ class VolumeRestoration:
         drawn_S = (drawn_SP > 0).any(axis=1)
         samples, squares_YX = int(drawn_S.sum()), np.zeros(mask_YX.shape)
         image_YX[mask_YX], squares_YX[mask_YX] = mean_P, np.square(spread_P) * (samples - 1)
-        cost = Cost.summed(self.costs.get(mode) or [Cost()]).shares(
-            int((self.volume.statistics.counts("z") > 0).sum())
-        )[0]
+        slices = int(np.count_nonzero(self.volume.statistics.counts("z")))
+        cost = Cost.summed(self.costs.get(mode) or [Cost()]).shares(slices)[0]
         pairs = [*zip(values_SP[drawn_S], drawn_SP[drawn_S], strict=True)]
         if not self.verdict.axes:  # without the model nothing is random: all samples equal the mean
             pairs = [(mean_P, np.ones(mean_P.shape))] * self.samples
@@ -325,7 +324,7 @@ class ModelUnit(Restoring):
             return ()
         for mode, file in self.results().items():
             for (index, mask), one in zip(masks.items(), made[mode], strict=True):
-                file.write(index, one.restored01_YX[mask])
+                file.write(index, one.moments.mean_YX[mask])
         costs = {mode: Cost.summed([one.cost for one in drawn]) for mode, drawn in made.items()}
         rows = [[making.number, mode, vars(cost)] for mode, cost in costs.items()]
         return (ROWS, rows), ("sums", np.array(self.sums()))
@@ -345,29 +344,27 @@ class MethodUnit(Restoring):
         return self.method in verdict.others
 
     def run(self, queue: Queue) -> Made:
-        if not self.making.leads:
-            return ()
-        self.write()
-        return (("sums", np.array(self.sums())),)
-
-    def write(self) -> None:
-        """Restore the masked voxels of the unit's slices and write them to the method's file.
+        """Restore the masked voxels of the unit's slices and write them to the method's file, on a replica's leader.
 
         Rows are taken in bands as high as the cells that a method solves at once, so that no cell is solved twice.
+
+        Args:
+            queue: the job's queue, not used.
         """
         making, (file,) = self.making, self.results().values()
+        if not making.leads:
+            return ()
         mask_NYX = np.stack([making.mask("z", index) for index in self.indices])
-        shape, read = making.volume.statistics.shape, making.reader()
-        made, side = [[np.zeros(0)] for _ in self.indices], side_of_cells(shape)
-        for top in range(0, shape[1], side):
-            numbers, rows, columns = mask_NYX[:, top : top + side].nonzero()
-            points_P3 = np.stack([np.array(self.indices)[numbers], rows + top, columns], 1)
-            found_P = in_cells(METHODS[self.method], read, shape, points_P3)
-            ends = np.searchsorted(numbers, np.arange(1, len(made)))
-            for of_slice, values_P in zip(made, np.split(found_P, ends), strict=True):
-                of_slice.append(values_P)
-        for index, of_slice in zip(self.indices, made, strict=True):
-            file.write(index, np.concatenate(of_slice))
+        shape, read, made = making.volume.statistics.shape, making.reader(), list[tuple[np.ndarray, np.ndarray]]()
+        for top in range(0, shape[1], side_of_cells(shape)):
+            index_P, row_P, column_P = mask_NYX[:, top : top + side_of_cells(shape)].nonzero()
+            index_P = np.array(self.indices)[index_P]
+            points_P3 = np.stack([index_P, row_P + top, column_P], 1)
+            made.append((index_P, in_cells(METHODS[self.method], read, shape, points_P3)))
+        index_P, restored_P = map(np.concatenate, zip(*made, strict=True))
+        for index in self.indices:
+            file.write(index, restored_P[index_P == index])
+        return (("sums", np.array(self.sums())),)
 
 
 @dataclass(frozen=True)
@@ -423,7 +420,7 @@ class SliceTrial(HiddenTrial):
         found_P = np.full(len(points_P3), np.nan)
         for index, one in zip(masks, drawn, strict=True):
             here_P = points_P3[:, first] == index
-            found_P[here_P] = one.restored01_YX[tuple(np.delete(points_P3[here_P], first, axis=1).T)]
+            found_P[here_P] = one.moments.mean_YX[tuple(np.delete(points_P3[here_P], first, axis=1).T)]
         cost = Cost.summed([one.cost for one in drawn]) if drawn else Cost()
         # Each preset is charged the time of the test, since a job in that preset alone would need it too.
         spent = {name: getattr(cost, name) for name in ("seconds", "rank_seconds", "replica_seconds")}
@@ -449,7 +446,6 @@ def works_of(making: VolumeRestoration) -> list[Work]:
         works += [ModelUnit(making, axis, group, n) for n in range(making.samples) for group in restorable]
     masked, side = (volume.statistics.counts("z") > 0).nonzero()[0].tolist(), side_of_cells(volume.statistics.shape)
     cells = [tuple(group) for _, group in groupby(masked, lambda index: index // side)]
-    works += [
-        MethodUnit(making, "z", group, name) for name in (volume.methods if volume.tested else ()) for group in cells
-    ]
+    methods = volume.methods if volume.tested else ()
+    works += [MethodUnit(making, "z", group, name) for name in methods for group in cells]
     return works

@@ -27,7 +27,7 @@ from cocodiff_eval.harness.restoring import Restorer
 from cocodiff_eval.harness.session import Session
 from cocodiff_eval.harness.tasks import Task
 from cocodiff_eval.harness.volume import HiddenRegionReport, judge_test
-from cocodiff_eval.harness.volume_work import HiddenTrial, Restoring, VolumeRestoration, Work, works_of
+from cocodiff_eval.harness.volume_work import HiddenTrial, Restoring, VolumeRestoration, works_of
 from cocodiff_eval.quality.hidden import Hidden
 
 FUSED_TOGETHER = 8  # most slices along z in a batch that is fused
@@ -117,7 +117,7 @@ class Volumes(Presets):
                 if (work.sample > 0) is is_further and not work.making.verdict.is_hopeless
             }
             if more:
-                _run(queue, more)
+                queue.run({number: partial(work.run, queue) for number, work in more.items()})
                 tests |= more
                 found = [self._judged(making, more) for making in makings] if whole.rank == 0 else None
                 for making, verdict in zip(makings, whole.broadcast_value(found), strict=True):
@@ -130,7 +130,7 @@ class Volumes(Presets):
                 file.create()
         whole.broadcast_value(None)  # other ranks wait until the files exist
         queue.expect([*tests, *wanted])
-        _run(queue, wanted)
+        queue.run({number: partial(work.run, queue) for number, work in wanted.items()})
         for number, mode, cost in self.store.rows([*tests, *wanted]) if queue.replica.leads else ():
             self.of[number].costs.setdefault(mode, []).append(Cost(**cost))
 
@@ -158,13 +158,3 @@ class Volumes(Presets):
                     found = {name: made[name] for name in made.files if name != ROWS}
                 making.rounds[work.round].add(work.axis, work.indices, work.sample, found)
         return judge_test(making.rounds, making.volume, making.samples)
-
-
-def _run(queue: Queue, works: Mapping[int, Work]) -> None:
-    """Make and save some units of work. All ranks call it; each replica makes its share.
-
-    Args:
-        queue: the job's queue of units.
-        works: the units by number.
-    """
-    queue.run({number: partial(work.run, queue) for number, work in works.items()})

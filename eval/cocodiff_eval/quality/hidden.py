@@ -284,11 +284,8 @@ def hide(
     cut = any((piece.source, piece.shape) not in uncut for pieces in best for piece in pieces)
     fine = [tuple(_scaled(piece, survey.step, survey.shape) for piece in pieces) for pieces in best]
     counts = {axis: max(1, slices // lattices) if axis in along else UNPAID for axis in AXES} if fine else {}
-    tested = [_tested(pieces, counts, rng) for pieces in fine[:lattices]]
-    return (
-        *(Hidden(*one, cut) for one in zip(fine, tested, strict=False)),
-        *(Hidden(pieces, {}, cut) for pieces in fine[lattices:] if pieces),
-    )
+    tested = [_tested(pieces, counts, rng) if number < lattices else {} for number, pieces in enumerate(fine)]
+    return tuple(Hidden(*one, cut) for one in zip(fine, tested, strict=True) if one[0])
 
 
 def _rounds(

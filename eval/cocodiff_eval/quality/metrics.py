@@ -37,19 +37,6 @@ def psnr_db(mse: float) -> float:
     return -10.0 * math.log10(min(max(_SMALLEST_MSE, mse), _LARGEST_MSE) if mse == mse else _LARGEST_MSE)
 
 
-def ssim_map(truth01_YX: np.ndarray, restored01_YX: np.ndarray) -> np.ndarray:
-    """Return scikit-image's structural similarity at each voxel, float64 [Y, X], for window 7 and data range 1.
-
-    Args:
-        truth01_YX: the true slice, normalised.
-        restored01_YX: the restored slice, normalised.
-    """
-    from skimage.metrics import structural_similarity
-
-    _, similarity_YX = structural_similarity(truth01_YX, restored01_YX, win_size=SSIM_WINDOW, data_range=1.0, full=True)
-    return np.asarray(similarity_YX)
-
-
 def masked_quality(
     scale: IntensityRange, truth_YX: np.ndarray | None, restored_YX: np.ndarray, mask_YX: np.ndarray
 ) -> dict[str, Any]:
@@ -66,13 +53,16 @@ def masked_quality(
     """
     if truth_YX is None or not (mask_YX & np.isfinite(truth_YX)).any():
         return dict.fromkeys(QUALITY)
+    from skimage.metrics import structural_similarity
+
     known_YX, restored01_YX = np.isfinite(truth_YX), scale.normalise(restored_YX)
     # A voxel without truth takes the restored value: it neither helps nor hurts the windows around it.
     truth01_YX = np.where(known_YX, scale.normalise(truth_YX), restored01_YX)
     judged_YX = mask_YX & known_YX
     difference = (restored01_YX - truth01_YX)[judged_YX]
     mse = float(np.square(difference).sum()) / difference.size
-    similarity = float(ssim_map(truth01_YX, restored01_YX)[judged_YX].sum()) / difference.size
+    _, similarity_YX = structural_similarity(truth01_YX, restored01_YX, win_size=SSIM_WINDOW, data_range=1.0, full=True)
+    similarity = float(similarity_YX[judged_YX].sum()) / difference.size
     judged = {"psnr_db": psnr_db(mse), "ssim": similarity} if scale.high > scale.low else {}
     found = {**dict.fromkeys(QUALITY, math.nan), **judged, "mse": mse}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}

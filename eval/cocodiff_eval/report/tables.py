@@ -123,7 +123,7 @@ def split_name(name: str) -> tuple[str, int]:
 
 def grouped(
     rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]
-) -> list[tuple[str, str | None, int, list[Mapping[str, Any]]]]:
+) -> list[tuple[str, str | None, int, list[dict[str, Any]]]]:
     """Group rows of metrics.json by stack and mask, and merge the rows of a stack's slices into one for each preset.
 
     Return (stack, mask, number of slices, rows of the presets) for each group, in the order of `rows`. In a merged row
