@@ -159,7 +159,8 @@ def partial_attention(
         in_chunks: True to attend by matrix products in place of the device's kernel.
     """
     if not k_BSHD.shape[1]:
-        return no_keys(q_BLHD)
+        shape = q_BLHD.shape
+        return Partial(q_BLHD.new_zeros(shape), q_BLHD.new_full(shape[:3], -math.inf, dtype=torch.float32))
     q_BHLD, k_BHSD, v_BHSD, mask_B11S = by_heads(q_BLHD, k_BSHD, v_BSHD, mask_B11S)
     bias = None
     if mask_B11S is not None:
@@ -172,16 +173,6 @@ def partial_attention(
         out_BLHD = out_BLHD.masked_fill(empty_B[:, None, None, None], 0.0)
         lse_BLH = lse_BLH.masked_fill(empty_B[:, None, None], -math.inf)
     return Partial(out_BLHD, lse_BLH)
-
-
-def no_keys(q_BLHD: Tensor) -> Partial:
-    """Return the result of attention to no keys, in new memory: zeros with log-sum-exp -inf, a start for merging.
-
-    Args:
-        q_BLHD: the queries, for the shape, dtype and device.
-    """
-    shape = q_BLHD.shape
-    return Partial(q_BLHD.new_zeros(shape), q_BLHD.new_full(shape[:3], -math.inf, dtype=torch.float32))
 
 
 def merged(kernels: Kernels, running: Partial | None, part: Partial) -> Partial:
