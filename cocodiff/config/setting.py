@@ -104,12 +104,15 @@ def setting(default: T, help: str, **about: Any) -> T:
     return field(default=default, metadata={"option": Option("", help, default, **about)})
 
 
-@cache
 def settings_of(record: Any) -> dict[str, Option]:
-    """Return the `Option` of every field of a dataclass of settings, by the field's name.
+    """Return the `Option` of every field of a dataclass of settings, by the field's name."""
+    return _read_fields(record)
 
-    Name, type and many of each `Option` are filled in from its field.
-    """
+
+@cache
+def _read_fields(record: type[Any]) -> dict[str, Option]:
+    """Compute what `settings_of` returns, and cache it: name, type and many of each `Option` are filled in from its
+    field."""
     hints, found = get_type_hints(record), {}
     for one in fields(record):
         hint = hints[one.name]
