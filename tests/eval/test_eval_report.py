@@ -99,7 +99,7 @@ def known() -> tuple[dict, list[Picture]]:
     name = "too</script>th"
     rows = [row_of(name, "block", mode, QUALITY, 1.0, {}, baseline=BASELINE) for mode in ("flat", "cocodiff")]
     restored = {mode: np.where(MASK_YX, IMAGE_YX * 0.9, IMAGE_YX) for mode in ("flat", "cocodiff", "biharmonic")}
-    return metrics_document({}, 4, rows), [Picture(name, "block", 0, IMAGE_YX, MASK_YX, SCALE, restored, IMAGE_YX)]
+    return metrics_document({}, 4, rows), [Picture(name, "block", IMAGE_YX, MASK_YX, SCALE, restored, IMAGE_YX)]
 
 
 def test_the_page_and_the_table_tell_of_everything_in_a_run(tmp_path: Path, snapshot: Callable[[str], None]) -> None:
@@ -149,7 +149,7 @@ def test_without_truth_the_original_is_shown_with_its_hole(tmp_path: Path) -> No
     """Slices of a stack, numbered as in the input, share a section and a mask; nothing of what lies there is shown."""
     rows = [row_of(f"scan[{n}]", "scratch", "flat", NOTHING, 2.0, {}, exact_compared=False) for n in (20, 27)]
     dark_YX = np.where(MASK_YX, IMAGE_YX * 0.5, IMAGE_YX)
-    pictures = [Picture(f"scan[{n}]", "scratch", n - 20, IMAGE_YX, MASK_YX, SCALE, {"flat": dark_YX}) for n in (20, 27)]
+    pictures = [Picture(f"scan[{n}]", "scratch", IMAGE_YX, MASK_YX, SCALE, {"flat": dark_YX}) for n in (20, 27)]
     page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, FACTS, slices={"scan": range(20, 29)})
     outline = Outline(page)
     assert page.count('<section class="series"') == len(outline.masks) == 1
@@ -177,11 +177,11 @@ def test_the_more_slices_the_smaller_their_pictures() -> None:
     assert pictures.worst_slices({0: [1.0, 9.0], 1: [3.0, 2.0], 2: [0.5], 3: []}, frozenset({2}), 1) == [0]
     noise_YX = np.random.default_rng(0).random((300, 300))
     restored = dict.fromkeys(("flat", "tapa", "biharmonic"), noise_YX)
-    picture = Picture("a", "block", 0, noise_YX, block_mask((300, 300), 0), SCALE, restored, noise_YX)
+    picture = Picture("a", "block", noise_YX, block_mask((300, 300), 0), SCALE, restored, noise_YX)
     text = encode(picture, many.side, many.share)  # noise is what compresses worst
     assert len(text) * 2000 < 30e6 and 64 < json.loads(text)["width"] < many.side
     assert json.loads(encode(known()[1][0], many.side, many.share))["width"] == 48
-    plain = Picture("a", "block", 0, IMAGE_YX, MASK_YX & False, SCALE, {})  # where room is scarce it is not compared
+    plain = Picture("a", "block", IMAGE_YX, MASK_YX & False, SCALE, {})  # where room is scarce it is not compared
     assert [json.loads(encode(plain, 48, share))["quality"] for share in (1100, 10**6)] == [60, 100]
 
 
@@ -192,7 +192,7 @@ def test_error_and_uncertainty_are_of_masked_voxels_and_a_truth_may_have_gaps() 
     assert not error_YX.any() and not known_YX.any()
     width = {"flat": np.full(MASK_YX.shape, 0.2)}
     ends = {"flat": (np.full(MASK_YX.shape, 0.25), np.full(MASK_YX.shape, 0.75))}
-    torn = Picture("a", "m", 0, torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, width, ends)
+    torn = Picture("a", "m", torn_YX, MASK_YX, SCALE, {"flat": IMAGE_YX}, None, width, ends)
     shown = json.loads(encode(torn, 24, 10**5))
     assert (shown["width"], shown["height"], shown["uncertainty_top"]) == (24, 20, "0.2")
     assert set(np.unique(pixels(shown["uncertainty"]["flat"]))) == {0, 255}
@@ -200,7 +200,7 @@ def test_error_and_uncertainty_are_of_masked_voxels_and_a_truth_may_have_gaps() 
     assert set(np.unique(low_YX)) == {64} and set(np.unique(high_YX)) == {191}
     gap_YX = MASK_YX & (np.arange(48) % 3 == 0)
     truth_YX = np.where(gap_YX, np.nan, IMAGE_YX)
-    with_gaps = Picture("a", "m", 0, IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX)
+    with_gaps = Picture("a", "m", IMAGE_YX, MASK_YX, SCALE, {"flat": 0 * IMAGE_YX}, truth_YX)
     shown = json.loads(encode(with_gaps, 48, 10**6))
     np.testing.assert_array_equal(pixels(shown["unknown"]), gap_YX)
     np.testing.assert_array_equal(pixels(shown["error"]["flat"])[..., 0] > 0, MASK_YX & ~gap_YX)
@@ -209,7 +209,7 @@ def test_error_and_uncertainty_are_of_masked_voxels_and_a_truth_may_have_gaps() 
 def test_a_restored_picture_is_stored_around_the_mask_alone() -> None:
     """In blocks of 16 pixels of which one is at most two steps from a masked pixel; the rest is one grey."""
     image_YX, mask_YX = np.full((64, 96), 0.75), marked((64, 96), (30, 47))
-    shown = json.loads(encode(Picture("a", "m", 0, image_YX, mask_YX, SCALE, {"flat": image_YX}), 96, 10**6))
+    shown = json.loads(encode(Picture("a", "m", image_YX, mask_YX, SCALE, {"flat": image_YX}), 96, 10**6))
     stored_YX = marked((64, 96), np.s_[16:48, 32:48], np.s_[16:32, 48:64])
     np.testing.assert_array_equal(pixels(shown["restored"]["flat"])[..., 0], np.where(stored_YX, 191, 127))
 
@@ -233,9 +233,9 @@ def test_odd_pictures_do_not_break_the_page(tmp_path: Path, value: float) -> Non
     scale = IntensityRange(value, value)
     rows = [row_of(f"t[{n}]", "block", "flat", QUALITY, 1.0, {}) for n in (0, 1)]
     pictures = [
-        Picture("t[0]", "block", 0, image_YX, MASK_YX, scale, {"flat": image_YX}, image_YX),
-        Picture("t[1]", "block", 1, image_YX, MASK_YX, scale, {"flat": image_YX}, np.full((40, 48), np.nan)),
-        Picture("t[2]", "block", 2, image_YX, MASK_YX & False, scale, {}),
+        Picture("t[0]", "block", image_YX, MASK_YX, scale, {"flat": image_YX}, image_YX),
+        Picture("t[1]", "block", image_YX, MASK_YX, scale, {"flat": image_YX}, np.full((40, 48), np.nan)),
+        Picture("t[2]", "block", image_YX, MASK_YX & False, scale, {}),
     ]
     with np.errstate(all="raise"):
         page = rendered(tmp_path, metrics_document({}, 1, rows), pictures, {}, slices={"t": range(3)})

@@ -139,7 +139,6 @@ def prepare(values: dict[str, Any], ranks: int, started: float) -> Prepared:
     for how, lacks in (("tiled", "has no tiles"), ("sharded", "is not known in bands")):
         if request.own is not None and any(config.vae == how for config in prepared.presets.values()):
             raise UserError(f"--vae {how}: the embedded model's VAE {lacks}: choose one or all")
-    prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     return prepared
 
 

@@ -115,7 +115,6 @@ def prepare(values: dict[str, Any], grid: SweepGrid, ranks: int, started: float)
             f"V-Major selects nothing on one rank and a codec codes nothing, so {len(lossy)} point(s) ({lossy[0]}, "
             f"...) would be exact: start 2 ranks or more for each replica with --ranks, mpiexec or torchrun"
         )
-    prepared.output.keep_apart([*values["input"], *values["mask"], *filter(None, [values["truth"]])])
     from cocodiff_eval.harness.tasks import describe_inputs, find_tasks
 
     once = find_tasks(values)

@@ -273,7 +273,6 @@ class SliceReview:
         return Picture(
             slice_name(task.stack, self.index),
             task.mask.name,
-            self.index,
             self.original_YX,
             self.mask_YX,
             task.scale,

@@ -96,7 +96,8 @@ class Prepared:
         # A dry run writes nothing, so earlier results are no reason to refuse it.
         replaces = values["overwrite"] or (values["dry_run"] and not values["resume"])
         output = OutputFolder(values["out"], replaces, values["resume"])
-        output.keep_apart([request.model, *filter(None, [request.image])])
+        files = [request.image, values.get("truth"), *values.get("input", ()), *values.get("mask", ())]
+        output.keep_apart([request.model, *filter(None, files)])
         return cls(values, ranks, request, presets, output, started, quality=quality)
 
     def partitioned(self, **work: Any) -> Prepared:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cocodiff_eval.quality.metrics import BARS, LEFT, STRIP, WIDTH, ring_figures, step_figures
-from cocodiff_eval.report.pictures import LOSSLESS, base64_text
+from cocodiff_eval.report.pictures import base64_text
 from cocodiff_eval.report.sweeps import PARETO, WORDS, Row, note, tables
 from cocodiff_eval.report.tables import (
     LINK_HEADS,
@@ -96,7 +96,6 @@ def write_report(
         figure={"width": WIDTH, "left": LEFT, "strip": STRIP, "bars": BARS},
         colours=base64_text(COLOURS.read_bytes()),
         blocks=_blocks(pictures, shown, found, of_stacks),
-        lossless=LOSSLESS,
         side=side,
         frames=frames,
     )

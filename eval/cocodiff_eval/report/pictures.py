@@ -43,7 +43,6 @@ class Picture:
 
     name: str  # as in the rows of `metrics.json`; `stack[number]` for a slice of a stack
     mask: str  # name of the mask, as in the rows
-    slice_index: int  # 0 for a single slice
     input_YX: np.ndarray  # the slice as given; under the mask it is shown only if `truth_YX` is given
     mask_YX: np.ndarray  # True for restored voxels
     scale: IntensityRange  # the range of intensities
@@ -174,7 +173,7 @@ def _of_image(picture: Generated, side: int) -> tuple[dict[str, Any], Images]:
         side: most pixels of the longer side.
     """
     images = {("images", mode): _reduced(image, side) for mode, image in picture.images.items()}
-    return {"name": picture.name, "mask": None, "index": 0}, images
+    return {"name": picture.name, "mask": None}, images
 
 
 def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
@@ -198,7 +197,6 @@ def _of_slice(picture: Picture, side: int) -> tuple[dict[str, Any], Images]:
     head = {
         "name": picture.name,
         "mask": picture.mask,
-        "index": picture.slice_index,
         "width": hole_YX.shape[1],
         "height": hole_YX.shape[0],
         "hole": _bits(hole_YX),
