@@ -140,6 +140,12 @@ def test_a_mask_of_nearly_all_voxels_is_refused_unless_it_is_meant(tmp_path: Pat
         assert np.array_equal(make_mask(f"{tmp_path}/mask.tif", stack, invert=invert).read(0), (mask != 0) != invert)
 
 
+def test_a_mask_whose_0_is_white_says_what_it_restores(tmp_path: Path, stack: Stack) -> None:
+    tifffile.imwrite(tmp_path / "mask.tif", np.eye(40, 52, dtype=np.uint8), photometric="miniswhite")
+    found = [make_mask(f"{tmp_path}/mask.tif", stack, invert=invert) for invert in (None, True)]
+    assert "0 is white" in found[0].remarks[0] and found[0].read(0).sum() == 40 and not found[1].remarks
+
+
 @pytest.mark.parametrize(("word", "changed", "said"), CASES["refused masks"])
 def test_words_that_make_no_mask(stack: Stack, word: str, changed: dict[str, Any], said: str) -> None:
     """What is of masks from files is refused of made ones, and a missing file names the choices."""

@@ -116,6 +116,13 @@ def test_names_of_slices_beyond_99999_have_one_width(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [f"slice_{n:06}.tif" for n in range(99_998, 100_001)]
 
 
+def test_smaller_levels_of_a_tiff_are_named(tmp_path: Path) -> None:
+    with tifffile.TiffWriter(tmp_path / "scan.tif") as writer:
+        writer.write(VOLUME[0], subifds=1)
+        writer.write(VOLUME[0, ::2, ::2], subfiletype=1)
+    assert "no smaller levels" in open_volume(f"{tmp_path}/scan.tif").metadata.remarks[0]
+
+
 @pytest.mark.parametrize("bits", [4, 12])
 def test_packed_samples_come_back_unpacked(tmp_path: Path, bits: int) -> None:
     image = (VOLUME[0] % 16).astype("u1" if bits == 4 else "u2")

@@ -172,7 +172,9 @@ def make_mask(
             raise UserError(f"--mask {kind}: neither 'block' nor 'center', and no such file; check the path") from None
         raise
     mask = _mask_from_file(volume, whole, stack, progress, along_z, grow, invert)
-    return replace(mask, remarks=[*compare_voxel_sizes(volume, stack), *check_rim(stack, mask)])
+    white = f"{volume.path}: 0 is white in it: what it shows darker than white is restored; --invert the rest"
+    told = [white] * (invert is None and whole.metadata.details.get("photometric") == 0)
+    return replace(mask, remarks=[*told, *compare_voxel_sizes(volume, stack), *check_rim(stack, mask)])
 
 
 def _mask_from_file(

@@ -85,6 +85,7 @@ def read_metadata(tiff: Any) -> Metadata:
     bits, remarks = page.bitspersample, format_only_remarks(tiff.filename, alone, moved)
     if isinstance(bits, int) and page.dtype and bits not in (1, 8 * page.dtype.itemsize):
         remarks.append(f"{tiff.filename}: {bits} bits a sample; results hold the same values as {page.dtype}")
+    remarks += [f"{tiff.filename}: results keep no smaller levels of its slices"] if page.subifds else []
     declared = read_declared({"_FillValue": tags.get(NODATA)}, np.dtype(page.dtype), tiff.filename)
     about = plain(attributes), details, remarks, declared
     return Metadata("tiff", tiff.series[0].axes, size, unit, description, tiff.byteorder, *about)
