@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from cocodiff.attention.strategy import LazyQKV
-from cocodiff.models.adapter import IMAGE, AttentionProcessor, Forward
+from cocodiff.models.adapter import IMAGE, Adapter, AttentionProcessor
 from cocodiff.models.family import KL_VAE, Family, Pipelines
-from cocodiff.models.flux import CALL, Angles, FluxAdapter, FluxAttentionProcessor, rotary_of
+from cocodiff.models.flux import CALL, Angles, FluxAttentionProcessor, rotary_of
 from cocodiff.models.plan import Gather, Plan
 from cocodiff.models.streams import FusedLinear, heads_of, norm_rope
 
 TOKENS: Plan = {"": CALL, "proj_out": Gather(tokens=IMAGE)}
 
 
-class Flux2Adapter(FluxAdapter):
+class Flux2Adapter(Adapter):
     """The adapter of FLUX.2, by which several ranks run its transformer: attention to replace, and tokens to cut."""
 
     unsupported: ClassVar = {
@@ -27,9 +27,6 @@ class Flux2Adapter(FluxAdapter):
         "run without it"
     }
     plan = TOKENS
-
-    def blocks(self) -> dict[type, Forward]:
-        return {}  # single blocks have the MLP in the attention's own projection
 
     def processors(self) -> dict[type, type[AttentionProcessor]]:
         from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
