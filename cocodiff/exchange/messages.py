@@ -123,17 +123,6 @@ class PackedBlocks(NamedTuple):
     shape: tuple[int, int, int, int]  # batch, rows, heads and width of all blocks together
     cut: BlockCut  # the cut into blocks
 
-    @classmethod
-    def new(cls, like: Payload, shape: tuple[int, int, int, int], cut: BlockCut) -> PackedBlocks:
-        """Allocate the memory of a tensor's blocks.
-
-        Args:
-            like: a tensor of the same dtype and device.
-            shape: batch, rows, heads and width of the tensor.
-            cut: the cut of the tensor into blocks.
-        """
-        return cls(like.new_empty(math.prod(shape)), shape, cut)
-
     def blocks(self) -> list[Tensor]:
         """Return the blocks [B, rows, heads, W], as views of the memory."""
         return views(self.flat, [(*block, self.shape[-1]) for block in self.cut.shapes(self.shape)])

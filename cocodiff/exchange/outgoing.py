@@ -7,6 +7,7 @@ received is a `TensorFuture`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -191,7 +192,7 @@ class Outgoing:
         shapes = [(len(here.like), rows, heads, width) for width in here.widths]
         if self._separate:
             cut = cut_of(layout, self.senders, by_rows=forward)
-            packed = [PackedBlocks.new(here.like, shape, cut) for shape in shapes]
+            packed = [PackedBlocks(here.like.new_empty(math.prod(shape)), shape, cut) for shape in shapes]
             places = self._by_block([one.blocks() for one in packed], forward, self.senders)
             return Target(packed, places, self.call.kernels)
         received = [here.like.new_empty(shape) for shape in shapes]
