@@ -8,10 +8,9 @@ Then all lanes share one thread (`LaneOwner.one_thread`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from queue import SimpleQueue
@@ -152,23 +151,17 @@ class Lane:
 
         def run() -> None:
             try:
+                module = torch.get_device_module(self._device)
+                module.set_device(self._device)
                 # Tensors made in inference mode can be changed in place only in that mode, on any thread. Leaving the
                 # mode turns gradients on, so they are turned off inside.
-                with self._on_stream(), torch.inference_mode(inference), torch.no_grad():
+                with module.stream(self._stream), torch.inference_mode(inference), torch.no_grad():
                     future.set_result(HandedOver(work(*handed.take()), self._device))
             except BaseException as error:
                 future.set_exception(error)
 
         self.worker.run(partial(copy_context().run, run))
         return LaneFuture(future, self._health)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Make the lane's stream the calling thread's current one inside the `with` block. On a CPU nothing happens."""
-        module = torch.get_device_module(self._device)
-        module.set_device(self._device)
-        with module.stream(self._stream):
-            yield
 
     def close(self) -> None:
         """End the lane after the jobs that were submitted so far, without waiting for them."""
