@@ -51,6 +51,7 @@ def test_lines_and_bars_are_lost() -> None:
         assert list(reading_bar(True)(range(3), "reading")) == [0, 1, 2]
         for text in ("one", "two"):
             say(text)
+        assert run_command(["--help"]) == run_command(["--version"]) == 0
 
 
 def test_a_run_goes_on_to_its_results(tmp_path: Path) -> None:
@@ -114,11 +115,11 @@ def run_closed(words: str, closed: str, folder: Path) -> int:
     return subprocess.run(["bash", "-c", command], cwd=folder, timeout=240).returncode
 
 
-def test_lines_to_a_full_disk_are_lost(tmp_path: Path) -> None:
-    assert run_closed("--help", ">/dev/full", tmp_path) == 0
+def test_lines_to_a_full_disk_are_lost() -> None:
     with Path("/dev/full").open("w") as full, redirect_stdout(full):
         for text in ("one", "two"):
             say(text)
+        assert run_command(["--help"]) == run_command(["--version"]) == 0
 
 
 def test_a_terminal_without_all_letters_shows_others() -> None:
