@@ -20,7 +20,7 @@ from cocodiff.config.errors import OwnRankError, UserError, check_choice
 from cocodiff.config.packages import one_line_of_imports
 from cocodiff.jobs.children import ignore_stops, keep_interrupts
 from cocodiff.jobs.ranks import GRACE_S, RankEnd, note_cause
-from cocodiff.jobs.terminal import open_streams, say, stop_writing
+from cocodiff.jobs.terminal import open_streams, stop_writing
 
 MODULES = {  # modules of subcommands; others are modules of this package with the subcommand's name
     **{name: f"cocodiff_eval.cli.{name}" for name in ("inpaint", "generate", "train", "sweep")},
@@ -86,10 +86,10 @@ def run_command(words: Sequence[str], launch: Launch | None = None) -> int:
     """
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
-        say("\n".join(["usage: cocodiff SUBCOMMAND [--help] [options]", "", *lines]))
+        print("\n".join(["usage: cocodiff SUBCOMMAND [--help] [options]", "", *lines]))
         return 0
     if words[0] == "--version":
-        say(f"cocodiff {__version__}")
+        print(f"cocodiff {__version__}")
         return 0
     try:
         launch = launch or detect()

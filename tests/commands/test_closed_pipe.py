@@ -51,7 +51,6 @@ def test_lines_and_bars_are_lost() -> None:
         assert list(reading_bar(True)(range(3), "reading")) == [0, 1, 2]
         for text in ("one", "two"):
             say(text)
-        assert run_command(["--help"]) == run_command(["--version"]) == 0
 
 
 def test_a_run_goes_on_to_its_results(tmp_path: Path) -> None:
@@ -119,7 +118,6 @@ def test_lines_to_a_full_disk_are_lost() -> None:
     with Path("/dev/full").open("w") as full, redirect_stdout(full):
         for text in ("one", "two"):
             say(text)
-        assert run_command(["--help"]) == run_command(["--version"]) == 0
 
 
 def test_a_terminal_without_all_letters_shows_others() -> None:
