@@ -35,7 +35,7 @@ def test_a_setting_has_a_flag_with_help_a_key_and_checks(tmp_path: Path, capsys:
     for command in ("inpaint", "generate"):
         with pytest.raises(SystemExit):
             main([command, "--help-all"])
-        assert "--zeal ZEAL how hard the toy tries; with order v_first (default: the preset's)" in " ".join(
+        assert "--zeal ZEAL how hard the toy tries; with order v_first or toy (default: the preset's)" in " ".join(
             capsys.readouterr().out.split()
         )
     assert config() == ToyConfig.preset("v_first") and config("--zeal", "3") == ToyConfig.preset("v_first", zeal=3)

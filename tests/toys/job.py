@@ -21,8 +21,8 @@ class Squares(Job):
         return {one: [ItemSamples(Moments.of(square), Cost())] * self.leads for one, square in made.items()}
 
     def judge(self, batch, place, drawn, exact):
-        found = {name: round(float(one.restored01_YX[0]), 4) for name, one in drawn.items() if name != exact}
+        found = {name: round(float(one.moments.mean_YX[0]), 4) for name, one in drawn.items() if name != exact}
         return ItemResult([{"mode": name} for name in found], {name: np.array(value) for name, value in found.items()})
 
     def figure_db(self, bound, batch, place, exact, one):
-        return psnr_db(float(np.square(one.restored01_YX - exact.restored01_YX)[0]))
+        return psnr_db(float(np.square(one.moments.mean_YX - exact.moments.mean_YX)[0]))

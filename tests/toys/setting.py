@@ -15,4 +15,4 @@ from cocodiff.config.setting import setting
 
 @dataclass(frozen=True)
 class ToyConfig(Config):
-    zeal: int = setting(1, "how hard the toy tries", least=1, only_with=("order", "v_first"))
+    zeal: int = setting(1, "how hard the toy tries", least=1, only_with=("order", "v_first", "toy"))
