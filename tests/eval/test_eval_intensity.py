@@ -224,7 +224,7 @@ def test_nothing_under_the_mask_reaches_outputs(tmp_path: Path, dtype: str, shap
         smooth01_YX = baseline.biharmonic(scale.normalise(image_YX), mask_YX)
         smooth_YX = compose_native(image_YX, smooth01_YX, mask_YX, scale)
         np.testing.assert_array_equal(restored_YX[~mask_YX], image_YX[~mask_YX])
-        shown = encode(Picture("a", kind, 0, image_YX, mask_YX, scale, {"tapa": restored_YX}), 256, 10**6)
+        shown = encode(Picture("a", kind, image_YX, mask_YX, scale, {"tapa": restored_YX}), 256, 10**6)
         outputs.append((scale, shown, *(a.tobytes() for a in (prepared_YX, restored_YX, smooth_YX)), *model.shown))
     assert outputs[0] == outputs[1]
 
