@@ -80,7 +80,7 @@ class Exchange(RankContext):
         if chunking is not None and len(chunk_ranks(topology, self.rank, chunking.chunks)) > 1:
             from cocodiff.exchange.staged import StagedExchange
 
-            self.staged = StagedExchange(self, chunking)
+            self.staged = StagedExchange(self, self.plans, self.name_of, self.groups, chunking)
 
     def name_of(self, blocks: BlockSet) -> str:
         """Return the name of the exchange that some blocks take: "flat", "tapa" or "split".

@@ -21,7 +21,7 @@ from cocodiff.exchange.messages import BlockSet, Groups, InFlight, PackedBlocks,
 from cocodiff.exchange.outgoing import OUTPUT, EncodedCall, Outgoing, TensorFuture
 from cocodiff.topology.layout import Layout
 from cocodiff.topology.routes.chunks import Chunking, StageParts, Stages, megabytes_per_rank
-from cocodiff.topology.routes.plans import Block
+from cocodiff.topology.routes.plans import Block, Plan
 
 # A stage of a tensor whose messages were posted. Calling it has the stage's blocks put in place, and returns the future
 # of the tensor that they are put into.
@@ -37,30 +37,38 @@ class StagedExchange:
     Messages with blocks that are passed on have communicators of their own: no two background threads share one.
     """
 
-    def __init__(self, exchange: Any, chunking: Chunking) -> None:
+    def __init__(
+        self,
+        here: RankContext,
+        plans: Mapping[str, Plan],
+        name_of: Callable[[BlockSet], str],
+        groups: Groups,
+        chunking: Chunking,
+    ) -> None:
         """Cut the routes into stages, and open threads and communicators for blocks that are passed on. All ranks do so
         together.
 
         Args:
-            exchange: the `Exchange` that this belongs to, with its plans, and with its communicators for messages that
-                leave at once.
+            here: this rank among the ranks of the exchange.
+            plans: what this rank sends and receives in each exchange, by its name.
+            name_of: returns the name of the exchange for a set of blocks, by their size.
+            groups: the communicators for messages that leave at once, by the lane that a phase names.
             chunking: the number of chunks, and from which size on tensors are sent in chunks.
         """
-        here: RankContext = exchange
         topology, transport, stages = here.topology, here.transport, Stages(here.topology, here.rank, chunking.chunks)
-        self._here, self._from_mb, self.name_of = here, chunking.from_mb, exchange.name_of
+        self._here, self._from_mb, self.name_of = here, chunking.from_mb, name_of
         self.chunks, self.sequence, self.attending_ranks = stages.chunks, sum(stages.chunks, ()), stages.attending_ranks
         self.several_nodes = topology.nodes > 1
         ways = ("forward", "back")
-        self.plans = {way: {name: stages.of(plan, way) for name, plan in exchange.plans.items()} for way in ways}
+        self.plans = {way: {name: stages.of(plan, way) for name, plan in plans.items()} for way in ways}
         numbers = range(len(self.chunks))
         self._passed_on = {way: [_parts_in_use(plans, n) for n in numbers] for way, plans in self.plans.items()}
         # The machine and the plans' names determine which parts there are, so these are the same on every rank.
-        relays = any(name != "flat" for name in exchange.plans)
+        relays = any(name != "flat" for name in plans)
         lanes = PART_LANES[: 1 + relays + (relays and self.several_nodes)]
         self._lanes = [transport.lane(name) for name in lanes]
         own = [transport.group(range(topology.size), together=False) for _ in lanes[1:]]
-        self._groups: list[Groups] = [exchange.groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
+        self._groups = [groups, *(dict.fromkeys(("sibling", "plane"), group) for group in own)]
         self._landing = transport.lane("landing")
         self._sent: deque[SentMessages] = deque()
 
